@@ -69,19 +69,16 @@ def parse(arguments: Sequence[str]) -> ReportArguments:
                 f"{run_dir} must be the folder of a run, and it has no {CONFIG}; give runs/NAME, and to=FILE "
                 "for another place of the page"
             )
+    # report.html marks a run as complete, so an unfinished one must not get it.
+    to = (
+        runs[0] / (REPORT if (runs[0] / REPORT).is_file() else SO_FAR) if len(runs) == 1 else Path(COMPARISON)
+    )
     if targets:
         to = Path(targets[0].removeprefix("to=")).expanduser()
-        if to.is_dir() or not to.name:
-            raise ConfigError(f"{targets[0]} must name a file, and is a folder; give to=FOLDER/page.html")
-        if to.exists() and to.suffix != ".html":
-            raise ConfigError(f"{targets[0]} exists and is no page; give to=FILE.html, or remove it first")
+        if to.is_dir() or not to.name or (to.exists() and to.suffix != ".html"):
+            raise ConfigError(f"{targets[0]} must name a page, and is something else; give to=FILE.html")
         if to.name == REPORT and (to.parent / CONFIG).is_file() and not to.is_file():
             raise ConfigError(f"{targets[0]} would mark an unfinished run as complete; give another to=FILE")
-    elif len(runs) > 1:
-        to = Path(COMPARISON)
-    else:
-        # report.html marks a run as complete, so an unfinished one must not get it.
-        to = runs[0] / (REPORT if (runs[0] / REPORT).is_file() else SO_FAR)
     return ReportArguments(tuple(runs), to)
 
 

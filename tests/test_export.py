@@ -120,7 +120,7 @@ def test_the_card_holds_scores_config_commit_packages_and_how_to_load(runs, expo
     # The base of the adapter is the SFT model in the run's folder, which a stranger cannot load.
     assert "PeftModel" not in card
     assert "which is not part of this export" in card
-    assert "after 2 iterations of RL: PPO on ChainSum" in card
+    assert "after 2 iterations of RL:\n\n- Task: ChainSum(" in card
 
 
 def test_the_cards_config_is_the_runs_and_not_that_of_the_export(runs, exported):
@@ -134,9 +134,9 @@ def test_the_cards_config_is_the_runs_and_not_that_of_the_export(runs, exported)
 def test_the_card_of_dense_rollouts_names_no_eviction(runs):
     saved = find_run(runs / "ppo")
     exported = Exported("float32", 0.0, False, False, ())
-    assert "a KV cache (random, 7 keys per head" in model_card(saved, exported)
+    assert "- Cache: random 7+2" in model_card(saved, exported)
     saved.cfg.correction.samples_dense = True
-    assert "a KV cache (dense)" in model_card(saved, exported)
+    assert "- Cache: dense\n" in model_card(saved, exported)
 
 
 @pytest.mark.parametrize(("text", "fence"), [("a: 1", "```"), ("a: '```b````'", "`````")])

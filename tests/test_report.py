@@ -48,7 +48,7 @@ def test_a_finished_run_gets_its_report_anew(tmp_path, run_report):
     (folder / "report.html").write_text("old")
     assert run_report(folder) == (0, f"report: {folder}/report.html\n")
     page = Page((folder / "report.html").read_text())
-    assert page.count("figure") == 6
+    assert page.count("figure") == 5
     assert "81.0% [73.3, 86.9]" in page.texts
 
 
@@ -99,11 +99,11 @@ def test_mistakes_are_told_in_one_line(tmp_path, run_report):
         (folder, folder): "error: a run cannot be compared with itself",
         ("to=x.html",): "error: a report needs a run folder, got none",
         (folder, "to=x.html", "to=y.html"): "error: to= must be given once",
-        (folder, "to=other"): "error: to=other must name a file, and is a folder",
+        (folder, "to=other"): "error: to=other must name a page",
         (
             folder,
             f"to={folder}/config.yaml",
-        ): f"error: to={folder}/config.yaml exists and is no page; give to=",
+        ): f"error: to={folder}/config.yaml must name a page",
         (folder, "to=file/x.html"): "error: file/x.html cannot be written",
         (folder, "at=x.html"): "error: at=x.html must be the folder of a run",
     }

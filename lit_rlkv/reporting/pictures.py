@@ -1,25 +1,68 @@
-"""Figures of a report by section, each with a name and a caption on how to read it."""
+"""Figures of a report or of a comparison by section, each with a name and a caption on how to read it."""
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from lit_rlkv.reporting.plots import curves, divergence, kept_keys, metric_curves
-from lit_rlkv.reporting.plots.metric_curves import CurveSet
+from lit_rlkv.reporting.plots import curves, divergence, kept_keys, style
+from lit_rlkv.reporting.plots.curves import CurveSet
 from lit_rlkv.reporting.run_folder import RunReport
 from lit_rlkv.reporting.run_metrics import History
 from lit_rlkv.reporting.tables import reward_sentence
-from lit_rlkv.units import human_seconds
 
 log = logging.getLogger(__name__)
 
 TRAINING, SFT, EVALUATION = "Training", "SFT", "Evaluation"
 MISMATCH, CACHE, COST = "Mismatch", "Cache", "Cost"
 """Sections of the page; SFT is a part of Training."""
+
+Measured = Mapping[str, Any]
+"""A line of diagnostics.jsonl."""
+BY_POSITION: dict[str, tuple[Callable[[Measured], Figure], str]] = {
+    "Mismatch by position": (
+        divergence.mismatch_by_position,
+        "distance of the sampler from a policy that sees every key. It starts where keys are first evicted. "
+        "A percentile far above the mean: few tokens carry it.",
+    ),
+    "Overlap by position": (
+        divergence.overlap_by_position,
+        "the probability that both distributions give to the same tokens. Where the 5th percentile falls to "
+        "0, the dense policy would not sample some of the responses.",
+    ),
+    "Why reweighting explodes with length": (
+        divergence.weights_by_position,
+        "the weight of a response is a product over its tokens, so the spread of its log grows with the "
+        "length, and the share of responses that count falls.",
+    ),
+}
+"""Figures of the last line of the diagnostic `mismatch`."""
+EVICTED: dict[str, tuple[Callable[[Measured], Figure], str]] = {
+    "Evicted and later needed": (
+        kept_keys.attention_on_evicted,
+        "attention of the dense policy on evicted keys; near 0, only keys that are not used were evicted.",
+    ),
+    "Attention that eviction left": (
+        kept_keys.attention_kept,
+        "share of each head's dense attention that is on cached keys, mean over queries.",
+    ),
+    "Attention left for the worst queries": (
+        partial(kept_keys.attention_kept, statistic="attention_kept_p05"),
+        "the same for the queries with the lowest share (5th percentile).",
+    ),
+    "Age of keys at their eviction": (
+        kept_keys.ages_at_eviction,
+        "tokens from writing a key to its eviction; a policy that keeps recent keys evicts at one age.",
+    ),
+    "Median age by head": (
+        kept_keys.median_ages,
+        "a head with a high median keeps old keys; an empty cell evicted none.",
+    ),
+}
+"""Figures of the last line of the diagnostic `cache`."""
 
 
 class Picture(NamedTuple):
@@ -39,202 +82,122 @@ class Picture(NamedTuple):
 class Plan(NamedTuple):
     """A picture that is still to be drawn."""
 
-    draw: Callable[[], Figure]
+    section: str
     name: str
     caption: str
+    draw: Callable[[], Figure]
 
 
 def figures(report: RunReport) -> list[Picture]:
-    """Return all pictures for which the run has data. One that cannot be drawn costs a warning."""
-    sections = {
-        TRAINING: _training(report),
-        SFT: _curves(metric_curves.SFT, report.sft_history),
-        EVALUATION: _evaluation(report),
-        MISMATCH: _mismatch(report),
-        CACHE: _cache(report),
-        COST: _cost(report),
-    }
-    return [picture for section, plans in sections.items() for picture in draw_all(section, plans)]
+    """Return all pictures for which the run has data."""
+    return draw_all(_plans(report))
 
 
-def draw_all(section: str, plans: Iterable[Plan]) -> Iterator[Picture]:
-    """Draw the pictures of a section; a figure that fails is left out, as no report may end a run."""
-    name = "first"
-    try:
-        for plan in plans:
-            name = plan.name
-            try:
-                picture = Picture(plan.draw(), plan.name, plan.caption, section)
-            except Exception as error:
-                log.warning("the figure %r cannot be drawn: %s: %s", name, type(error).__name__, error)
-            else:
-                yield picture
-    except Exception as error:
-        log.warning("no figures of %s after %r: %s: %s", section, name, type(error).__name__, error)
+def comparison_figures(runs: Mapping[str, RunReport]) -> list[Picture]:
+    """Return the curves of all metrics that any run has logged, and the accuracies by budget."""
+    return draw_all(_comparison_plans(runs))
 
 
-def _curves(sets: Iterable[CurveSet], history: History) -> Iterator[Plan]:
-    for one in sets:
-        if one.logged(history):
-            yield Plan(partial(metric_curves.draw_metrics, one, history), one.title, one.caption)
+def draw_all(plans: Iterable[Plan]) -> list[Picture]:
+    """Draw the pictures; one that fails costs a warning, as no report may end a run."""
+    pictures = []
+    for section, name, caption, draw in plans:
+        try:
+            pictures.append(Picture(draw(), name, caption, section))
+        except Exception as error:
+            warn_of_figure(name, error)
+    return pictures
 
 
-def _training(report: RunReport) -> Iterator[Plan]:
-    history = report.history
-    if report.is_logged("reward"):
-        yield Plan(
-            partial(curves.reward_curve, history),
-            "Reward",
-            "Mean reward of the rollouts, sampled under the run's own cache. The band is the std of rewards "
-            "among the responses to one prompt; at 0 there is no learning signal.",
-        )
-    if report.is_logged("rewards/learned"):
-        yield Plan(
-            partial(curves.proxy_and_gold, history),
-            "Proxy and gold",
-            "Proxy: the learned reward that is trained on. Gold: the verifier's score. If only the proxy "
-            "rises, the policy exploits the reward model.",
-        )
-    yield from _curves(metric_curves.TRAINING, history)
+def warn_of_figure(name: str, error: Exception) -> None:
+    """Say that a figure is left out."""
+    log.warning("the figure %r cannot be drawn: %s: %s", name, type(error).__name__, error)
 
 
-def _evaluation(report: RunReport) -> Iterator[Plan]:
+def _logged_curves(section: str, histories: Sequence[History]) -> list[CurveSet]:
+    """Return the curves that any run has; the verifier's score only where the reward is another."""
+    rows = [row for history in histories for row in history]
+    has_gold = any(row.get("rewards/exact_match", row.get("reward")) != row.get("reward") for row in rows)
+    shown = [one for one in curves.CURVES[section] if has_gold or one.title != curves.GOLD]
+    return [one for one in shown if one.logged(*histories)]
+
+
+def _plans(report: RunReport) -> Iterator[Plan]:
+    for section in curves.CURVES:
+        history = report.sft_history if section == SFT else report.history
+        for one in _logged_curves(section, [history]):
+            yield Plan(section, one.title, one.caption, partial(curves.draw_metrics, one, history))
     if report.before or report.after:
         yield Plan(
-            partial(curves.accuracy_against_budget, report.before, report.after),
+            EVALUATION,
             "Accuracy against budget",
             "The distance from a point up to the dashed line of its colour is the cost of eviction. Whiskers "
             "and bands are 95% Wilson intervals.",
+            partial(curves.accuracy_against_budget, report.before, report.after),
         )
     quality = report.reward_model
     if quality is not None and report.uses_learned_reward:
         yield Plan(
-            lambda: curves.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
+            EVALUATION,
             "Calibration of the reward model",
             f"{reward_sentence(quality)}. Below the diagonal on the right it is overconfident.",
+            lambda: curves.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
         )
-
-
-def _mismatch(report: RunReport) -> Iterator[Plan]:
-    if report.is_logged(*curves.MISMATCHES):
-        yield Plan(
-            partial(curves.mismatch, report.history),
-            "Mismatch of sampler and learner",
-            "Lower is better. k1 and k3 are two estimates of one KL. A replay gap (largest difference of a "
-            "log-prob) far below the other lines means exact replay.",
-        )
-    if mismatches := report.measured("mismatch"):
-        last = mismatches[-1]
-        when = f"In iteration {last['iteration']}"
-        yield Plan(
-            partial(divergence.mismatch_by_position, last),
-            "Mismatch by position",
-            f"{when}: distance of the sampler from a policy that sees every key. It starts where keys are "
-            "first evicted. A percentile far above the mean: few tokens carry it.",
-        )
-        yield Plan(
-            partial(divergence.overlap_by_position, last),
-            "Overlap by position",
-            f"{when}: the probability that both distributions give to the same tokens. Where the 5th "
-            "percentile falls to 0, the dense policy would not sample some of the responses.",
-        )
-        yield Plan(
-            partial(divergence.weights_by_position, last),
-            "Why reweighting explodes with length",
-            f"{when}: the weight of a response is a product over its tokens, so the spread of its log grows "
-            "with the length, and the share of responses that count falls.",
-        )
+    yield from _last_measured(report, MISMATCH, "mismatch", BY_POSITION)
     if layers := report.measured("layers"):
         yield Plan(
-            partial(divergence.layer_mismatch, layers[0], layers[-1]),
+            MISMATCH,
             "Which layer's eviction matters",
             "A bar is the effect of the evictions of one layer alone; the dashed line is that of all layers "
             "together.",
+            partial(divergence.layer_mismatch, layers[0], layers[-1]),
         )
-    if report.is_logged("kv/arms/tis/ess"):
+    record = report.evictions
+    if record is not None:
         yield Plan(
-            partial(curves.effective_samples, report.history),
-            "What is left after a correction",
-            "Effective sample size after weighting the same rollouts: by ρ of each token, by the product Π ρ "
-            "of a response, or as the arms tis, mis and sparse_rl do. Replay needs no weights.",
-        )
-    if report.is_logged("kv/arms/mis/rejected", "kv/arms/tis/clipped"):
-        yield Plan(
-            partial(curves.rejected_tokens, report.history),
-            "What each correction rejects or clips",
-            "Rejected tokens have weight 0 and are not learned from; a clipped weight leaves bias.",
-        )
-
-
-def _cache(report: RunReport) -> Iterator[Plan]:
-    if report.evictions is not None:
-        yield Plan(
-            partial(kept_keys.cache_fill, report.evictions["fill"], report.budget, report.interval),
+            CACHE,
             "Cache fill",
             "After every interval decode steps a cache above its budget is compacted to it, so it never "
             "holds more than budget + interval keys. A dense cache grows with the text. The prompt is read "
             "before any key is evicted.",
+            lambda: kept_keys.cache_fill(record["fill"], report.budget, report.interval),
         )
-    if retained := report.measured("cache"):
-        last = retained[-1]
-        when = f"In iteration {last['iteration']}"
+    yield from _last_measured(report, CACHE, "cache", EVICTED)
+    if record is not None:
         yield Plan(
-            partial(kept_keys.attention_on_evicted, last),
-            "Evicted and later needed",
-            f"{when}: attention of the dense policy on evicted keys; near 0, eviction removed only keys that "
-            "are not used.",
-        )
-        yield Plan(
-            partial(kept_keys.attention_kept, last),
-            "Attention that eviction left",
-            f"{when}: share of each head's dense attention that is on cached keys, mean over queries.",
-        )
-        yield Plan(
-            partial(kept_keys.attention_kept, last, "attention_kept_p05"),
-            "Attention left for the worst queries",
-            f"{when}: the same for the queries with the lowest share (5th percentile).",
-        )
-        yield Plan(
-            partial(kept_keys.ages_at_eviction, last),
-            "Age of keys at their eviction",
-            f"{when}: tokens from writing a key to its eviction; a policy that keeps recent keys evicts at "
-            "one age.",
-        )
-        yield Plan(
-            partial(kept_keys.median_ages, last),
-            "Median age by head",
-            f"{when}: a head with a high median keeps old keys; an empty cell evicted none.",
-        )
-    if report.evictions is not None:
-        yield Plan(
-            partial(kept_keys.key_lifetimes, report.evictions["lifetimes"]),
+            CACHE,
             "Key lifetimes in one sequence",
             "A bar is one key, from its own token to the first query that no longer sees it. Compare panels "
             "to see which heads keep keys that others evict.",
+            lambda: kept_keys.key_lifetimes(record["lifetimes"]),
         )
 
 
-def _cost(report: RunReport) -> Iterator[Plan]:
-    if report.stage_seconds:
-        total = human_seconds(sum(report.stage_seconds.values()))
+def _last_measured(
+    report: RunReport,
+    section: str,
+    diagnostic: str,
+    shown: Mapping[str, tuple[Callable[[Measured], Figure], str]],
+) -> Iterator[Plan]:
+    """Yield the figures of the last line that a diagnostic has written."""
+    for last in report.measured(diagnostic)[-1:]:
+        for name, (draw, caption) in shown.items():
+            yield Plan(section, name, f"In iteration {last['iteration']}: {caption}", partial(draw, last))
+
+
+def _comparison_plans(runs: Mapping[str, RunReport]) -> Iterator[Plan]:
+    for section in curves.CURVES:
+        histories = {name: run.sft_history if section == SFT else run.history for name, run in runs.items()}
+        for one in _logged_curves(section, list(histories.values())):
+            for metric in one.logged(*histories.values()):
+                title = one.title if len(one.metrics) == 1 else f"{one.title}: {one.metrics[metric]}"
+                yield Plan(section, title, one.caption, partial(curves.draw_runs, one, metric, histories))
+    rows = {name: run.after or run.before for name, run in runs.items()}
+    if any(rows.values()):
         yield Plan(
-            partial(curves.time_per_stage, report.stage_seconds),
-            "Time per stage",
-            f"Each bar is the wall-clock time of one stage; {total} in all.",
-        )
-    if not report.is_logged("time/rollout"):
-        return
-    yield Plan(
-        partial(curves.time_per_phase, report.history),
-        "Time per phase",
-        "Seconds of an iteration: sampling (rollout), log-probs of the roles (score), the verifier and "
-        "reward functions (reward), optimizer steps (update); diagnostics on top.",
-    )
-    yield from _curves(metric_curves.COST, report.history)
-    if report.is_logged(*(f"memory/rollout/{kind}" for kind in curves.MEMORY)):
-        yield Plan(
-            partial(curves.memory_per_phase, report.history),
-            "Memory per phase",
-            "Peak memory of each phase, including earlier allocations. A line that rises is a leak, or "
-            "responses that grow.",
+            EVALUATION,
+            "Accuracy against budget",
+            "After training. Dashed lines: the same model with a dense cache. Whiskers and bands are 95% "
+            "Wilson intervals.",
+            lambda: curves.accuracies(rows, [style.run_color(place) for place in range(len(rows))]),
         )

@@ -11,6 +11,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -53,7 +54,8 @@ def say(console: Console, text: str, *, stage: str = "") -> None:
 class ProgressMeter:
     """Progress of one task, from `start` (or the first `show`) to `stop`, and of a phase of its current unit.
 
-    A part of a unit is a fraction.
+    A part of a unit is a fraction. Without a terminal there is a line for every tenth of the task, and after
+    some seconds of silence.
 
     Args:
         quiet_s: seconds from the start in which nothing is shown, for a task that is mostly short.
@@ -63,71 +65,48 @@ class ProgressMeter:
         self.description = description
         self.console = console or stderr_console()
         self.quiet_s = quiet_s
-        self._bar: Progress | None = None
-        self._started_at: float | None = None
-        self._first_n_done: float | int | None = None
-        self._n_lines = 0
-        self._said: tuple[float | int, float] = (0, 0.0)
+        self._bars: Progress | None = None
+
+    def start(self, n_done: int = 0, n_total: int | None = None) -> None:
+        """Start the clock; `n_done` units are done already, and do not count for the speed."""
+        if self._bars is not None:
+            return
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            get_time=lambda: time.monotonic(),  # looked up at each call, for tests
+            # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
+            speed_estimate_period=float("inf"),
+        )
+        self._bars.add_task(self.description, total=n_total, completed=n_done, text="")
+        self._n_before = n_done
+        self._tenths = n_done * N_PLAIN_LINES // (n_total or 1)
+        self._line: tuple[float | int, float] = (n_done, time.monotonic())
         """Units done and time of the last plain line."""
         self._has_lines = False
-        self._is_first_unit = True
-        """True until a unit is done here; only then each slow phase has a plain line of its own."""
-        self._phase: tuple[str, float] = ("", 0.0)
-        """Name and start of the current phase."""
-        self._said_phase = ""
-        """Last phase with a plain line."""
-
-    def start(self, n_done: int | None = None, n_total: int | None = None) -> None:
-        """Start the clock; `n_done` units are done already (None: one less than the first `show` reports)."""
-        if self._started_at is not None:
-            return
-        self._started_at = time.monotonic()
-        self._first_n_done = n_done
-        self._said = (n_done or 0, self._started_at)
-        self._n_lines = (n_done or 0) * N_PLAIN_LINES // (n_total or 1)
         if self.quiet_s == 0:
-            self._open_bar(n_done or 0, n_total)
-
-    def _open_bar(self, n_done: int, n_total: int | None) -> None:
-        if self.console.is_interactive:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[fields]}", markup=False),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-                # Iterations may take minutes; rich's default of 30 seconds would show no remaining time.
-                speed_estimate_period=float("inf"),
-            )
-            self._bar.add_task(self.description, total=n_total, completed=n_done, fields="")
-            self._bar.start()
+            self._show_bars()
 
     def show(self, n_done: float | int, n_total: int, fields: Mapping[str, Field]) -> None:
         """Show that `n_done` of `n_total` units are done, with more fields."""
         self.start()
-        if self._first_n_done is None:
-            self._first_n_done = n_done - 1
-        self._is_first_unit = n_done - self._first_n_done < 1
-        assert self._started_at is not None
-        if self.quiet_s > 0 and self._bar is None:
-            if time.monotonic() - self._started_at < self.quiet_s:
-                return
-            self._open_bar(int(n_done), n_total)
-        if self._bar is not None:
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=n_done, total=n_total, fields=format_fields(fields))
+        assert self._bars is not None
+        task = self._bars.tasks[0]
+        self._bars.update(task.id, completed=n_done, total=n_total, text=format_fields(fields))
+        if (task.elapsed or 0.0) < self.quiet_s:
             return
-        n_due, now = int(n_done) * N_PLAIN_LINES // n_total, time.monotonic()
-        last_n_done, last_at = self._said
-        silence_s = MAX_SILENCE_S if self._has_lines else FIRST_LINE_S
-        is_due = n_due > self._n_lines or n_done == n_total or now - last_at >= silence_s
-        if is_due and n_done > last_n_done:
-            self._n_lines, self._said = n_due, (n_done, now)
-            place = f"{self.description} {_count(n_done)}/{n_total}"
-            n_done_here = n_done - self._first_n_done
-            self._print_line(place, now - self._started_at, n_done_here, n_total - n_done, fields)
+        self._show_bars()
+        tenths = int(n_done) * N_PLAIN_LINES // n_total
+        is_due = tenths > self._tenths or n_done == n_total or self._is_silent()
+        if is_due and n_done > self._line[0]:
+            self._tenths = tenths
+            self._print_line(self.description, task, self._n_before)
+            self._line = (n_done, self._line[1])
 
     def show_phase(self, place: str, phase: str, n_done: float | int, n_total: int) -> None:
         """Show that `n_done` of `n_total` units of a phase are done; 0 starts it.
@@ -136,49 +115,43 @@ class ProgressMeter:
             place: names the current unit of the task in a plain line.
         """
         self.start()
-        unit, now = UNITS.get(phase, ""), time.monotonic()
-        if n_done == 0 or phase != self._phase[0]:
-            self._phase = phase, now
-        if self._bar is not None:
-            if len(self._bar.task_ids) == 1:
-                self._bar.add_task("", fields="")
-            task = self._bar.task_ids[1]
-            if n_done == 0:
-                self._bar.reset(task, total=n_total, description=f"  {phase}", fields=unit)
-            self._bar.update(task, completed=n_done, total=n_total, description=f"  {phase}", fields=unit)
-            return
-        elapsed_s = now - self._phase[1]
-        is_new = self._said_phase != phase and self._is_first_unit
-        is_due = (is_new and elapsed_s >= FIRST_LINE_S) or now - self._said[1] >= MAX_SILENCE_S
-        if is_due and n_done > 0:
-            self._said, self._said_phase = (self._said[0], now), phase
-            place = f"in {place}  {phase} {_count(n_done)}/{n_total} {unit}".rstrip()
-            self._print_line(place, elapsed_s, n_done, n_total - n_done, {})
+        assert self._bars is not None
+        if len(self._bars.tasks) == 1:
+            self._bars.add_task("", text="")
+        task = self._bars.tasks[1]
+        if n_done == 0 or task.description.strip() != phase:
+            self._bars.reset(task.id, total=n_total, description=f"  {phase}", text=UNITS.get(phase, ""))
+        self._bars.update(task.id, completed=n_done, total=n_total)
+        if n_done > 0 and self._is_silent():
+            self._print_line(f"in {place}  {phase}", task, 0)
 
     def stop(self) -> None:
-        """Stop the progress bar; a second call does nothing."""
-        if self._bar is not None:
-            for task in self._bar.task_ids[1:]:
-                self._bar.remove_task(task)
-            self._bar.stop()
-        self._bar = None
-        self._started_at = None
-        self._n_lines = 0
-        self._has_lines = False
+        """Stop the progress bars; a second call does nothing."""
+        if self._bars is not None and self.console.is_interactive:  # elsewhere rich ends with an empty line
+            for task in self._bars.task_ids[1:]:
+                self._bars.remove_task(task)
+            self._bars.stop()
+        self._bars = None
 
-    def _print_line(
-        self,
-        place: str,
-        elapsed_s: float,
-        n_done: float | int,
-        n_left: float | int,
-        fields: Mapping[str, Field],
-    ) -> None:
-        left_s = elapsed_s / n_done * n_left if n_done > 0 else 0.0
+    def _show_bars(self) -> None:
+        if self._bars is not None and self.console.is_interactive:
+            self._bars.start()
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._line[1] >= (MAX_SILENCE_S if self._has_lines else FIRST_LINE_S)
+
+    def _print_line(self, place: str, task: Task, n_before: float | int) -> None:
+        """Print a line if there is no terminal, with the time of those units that were done here."""
+        if self.console.is_interactive or task.total is None:
+            return
+        elapsed_s, n_here = task.elapsed or 0.0, task.completed - n_before
+        left_s = elapsed_s / n_here * (task.total - task.completed) if n_here > 0 else 0.0
         times = f"{human_seconds(elapsed_s)} elapsed, {human_seconds(left_s)} left"
-        line = "  ".join(part for part in (place, format_fields(fields), times) if part)
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._has_lines = True
+        unit = " " if task.id else "  "  # the unit of a phase stands at its numbers
+        count = f"{_count(task.completed)}/{int(task.total)}"
+        fields = f"{unit}{task.fields['text']}" if task.fields["text"] else ""
+        self.console.print(f"{place} {count}{fields}  {times}", markup=False, highlight=False, soft_wrap=True)
+        self._line, self._has_lines = (self._line[0], time.monotonic()), True
 
 
 def _count(n: float | int) -> str:
@@ -190,7 +163,7 @@ class ProgressBar(RLCallback):
     """Shows the iterations done, with the last reward (or loss) and speed, and the progress of each phase.
 
     Args:
-        first_iteration: iterations done before this process; None: one less than the first that ends.
+        first_iteration: iterations done before this process.
     """
 
     def __init__(
@@ -198,12 +171,12 @@ class ProgressBar(RLCallback):
         description: str = "iteration",
         console: Console | None = None,
         n_iterations: int | None = None,
-        first_iteration: int | None = None,
+        first_iteration: int = 0,
     ) -> None:
         self._meter = ProgressMeter(description, console)
         self._n_iterations = n_iterations
         self._first = first_iteration
-        self.iteration = (first_iteration or 0) + 1
+        self.iteration = first_iteration + 1
         """Iteration that has not ended yet, counted from 1."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -214,7 +187,6 @@ class ProgressBar(RLCallback):
         self._meter.show_phase(f"{self._meter.description} {self.iteration}{of}", phase, n_done, n_total)
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        """Show the iteration; iterations before a resume do not count for the speed."""
         fields: dict[str, Field] = {}
         if "reward" in metrics:
             fields["reward"] = f"{metrics['reward']:.3f}"
@@ -232,7 +204,7 @@ class ProgressBar(RLCallback):
         self._meter.stop()
 
 
-class StepProgressBar(RLCallback):
+class StepProgressBar(ProgressBar):
     """Shows the optimizer steps done of the SFT stage, with the loss of the last iteration.
 
     Args:
@@ -243,20 +215,17 @@ class StepProgressBar(RLCallback):
     def __init__(
         self, steps_done: Sequence[int], first_iteration: int = 0, console: Console | None = None
     ) -> None:
-        self._meter = ProgressMeter("sft step", console)
+        super().__init__("sft step", console, steps_done[-1], steps_done[first_iteration])
         self._steps_done = steps_done
-        self._n_before = steps_done[first_iteration]
+        self._n_before = self._first
         """Steps before the current iteration."""
-        self._n_done: float | int = self._n_before
         self._fields: dict[str, Field] = {}
+        self._n_done: float | int = self._n_before
 
     @property
     def step(self) -> int:
         """Step that has not ended yet, counted from 1."""
         return min(int(self._n_done) + 1, self._steps_done[-1])
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._meter.start(self._n_before, self._steps_done[-1])
 
     def on_phase_progress(self, phase: str, n_done: float | int, n_total: int) -> None:
         self._n_done = self._n_before + n_done
@@ -268,28 +237,18 @@ class StepProgressBar(RLCallback):
         self._fields = {"loss": metrics["loss"]} if "loss" in metrics else {}
         self._meter.show(self._n_done, self._steps_done[-1], self._fields)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._meter.stop()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._meter.stop()
-
 
 class Tracker:
     """Counts the units of a task and shows its progress."""
 
     def __init__(self, meter: ProgressMeter, n_total: int) -> None:
-        self._meter = meter
-        self._n_total = n_total
-        self._n_done = 0
-        self._n_parts = 0
+        self._meter, self._n_total = meter, n_total
+        self._n_done = self._n_parts = 0
         self._fields: Mapping[str, Field] = {}
 
     def __call__(self, n: int = 1, **fields: Field) -> None:
         """Count `n` further units, with their parts."""
-        self._n_done += n
-        self._n_parts = 0
-        self._fields = fields
+        self._n_done, self._n_parts, self._fields = self._n_done + n, 0, fields
         self._meter.show(self._n_done, self._n_total, fields)
 
     def within(self, n: int, n_total: int) -> None:
@@ -304,7 +263,7 @@ def track(
 ) -> Iterator[Tracker]:
     """Show the progress of a task of `total` units; yields the function that counts them."""
     meter = ProgressMeter(description, console, quiet_s=quiet_s)
-    meter.start(n_done=0, n_total=total)
+    meter.start(n_total=total)
     try:
         yield Tracker(meter, total)
     finally:
@@ -312,11 +271,9 @@ def track(
 
 
 def format_fields(fields: Mapping[str, Field]) -> str:
-    """Return fields as text, such as `loss 0.123  tokens/s 4,100`."""
-
-    def text(value: Field) -> str:
-        if isinstance(value, str):
-            return value
-        return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
-    return "  ".join(f"{name} {text(value)}" for name, value in fields.items())
+    """Return fields as text, such as `loss 0.123  tokens 4,100`."""
+    texts = {
+        name: value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+        for name, value in fields.items()
+    }
+    return "  ".join(f"{name} {text}" for name, text in texts.items())

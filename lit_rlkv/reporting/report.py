@@ -1,6 +1,5 @@
 """report.html: one self-contained page with the results and figures of a run."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,12 @@ from lit_rlkv.reporting.logged_samples import select_samples
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_folder import RunReport
-from lit_rlkv.reporting.svg import inline_svg, scheme_css
-from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense
-
-log = logging.getLogger(__name__)
+from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense, stage_cells
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
 )
-TEMPLATES.globals["scheme_css"] = scheme_css
-
-
-def headline(report: RunReport) -> list[str]:
-    """Return the results of the run in one or two sentences."""
-    sentences = [_accuracy_sentence(report)] if report.before or report.after else []
-    _, reward = style.series(report.history, "reward")
-    if len(reward):
-        n_averaged = min(style.SMOOTHING, max(len(reward) // 2, 1))
-        first, last = reward[:n_averaged].mean(), reward[-n_averaged:].mean()
-        over = f"over {len(reward)} iterations" if len(reward) > 1 else "in one iteration"
-        change = f"{first:.2f} → {last:.2f}" if len(reward) > 1 else f"{last:.2f}"
-        sentences.append(f"Mean reward of the rollouts {over}: {change}.")
-    return sentences or ["This run neither trained nor evaluated a policy."]
-
-
-def _accuracy_sentence(report: RunReport) -> str:
-    dense = _gain(report, None)
-    sparse = "" if report.budget is None else _gain(report, report.budget)
-    if not sparse:
-        return f"Accuracy with a dense cache: {dense}." if dense else "The run's own cache was not evaluated."
-    under = f"Accuracy under a budget of {report.budget} keys: {sparse}"
-    return f"{under}; dense: {dense}." if dense else f"{under}."
-
-
-def _gain(report: RunReport, budget: int | None) -> str:
-    """Return the accuracies before and after, such as `46.1% → 81.0%`; empty if there are none."""
-    return " → ".join(percent(row.accuracy) for row in _rows(report, budget))
+TEMPLATES.globals["scheme"] = style.SCHEME
 
 
 def _rows(report: RunReport, budget: int | None) -> list[EvalRow]:
@@ -68,6 +37,11 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
             if interval := accuracy_interval(rows[-1]):
                 notes.append(f"95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}")
             found.append((f"Accuracy, {rows[-1].cache}", percent(rows[-1].accuracy), "; ".join(notes)))
+    _, reward = style.series(report.history, "reward")
+    if len(reward):
+        n_averaged = min(style.SMOOTHING, max(len(reward) // 2, 1))
+        first, last = reward[:n_averaged].mean(), reward[-n_averaged:].mean()
+        found.append(("Mean reward", f"{last:.2f}", f"was {first:.2f}; {len(reward)} iterations"))
     own = _rows(report, report.budget)
     if own and report.budget is not None:
         share = share_of_dense(own[-1], [*report.after, *report.before])
@@ -91,11 +65,11 @@ def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     versions = {"python": last["python"], **last["packages"]} if last else {}
     return TEMPLATES.get_template("report.html.jinja").render(
         report=report,
-        sentences=headline(report),
         tiles=tiles(report),
         evaluation=evaluation_cells(report.before, report.after, with_intervals=True),
         learned=learned_cells(report.before, report.after),
         n_problems=max((row.n_problems for row in rows), default=0),
+        stages=stage_cells(report.stage_seconds),
         samples=select_samples(report.samples),
         drawn=page_figures(pictures),
         decoding=f"sampled ({', '.join(settings)})" if sampling.get("temperature") else "greedy",
@@ -109,9 +83,9 @@ def page_figures(pictures: Sequence[Picture]) -> dict[str, list[dict[str, Any]]]
     found: dict[str, list[dict[str, Any]]] = {}
     for picture in pictures:
         try:
-            svg = inline_svg(picture.figure, picture.key, picture.name)
+            svg = style.svg(picture.figure, picture.key)
         except Exception as error:
-            log.warning("the figure %r cannot be drawn: %s: %s", picture.name, type(error).__name__, error)
+            sections.warn_of_figure(picture.name, error)
             continue
         is_wide = picture.figure.get_figwidth() > (style.HALF_WIDTH + style.FULL_WIDTH) / 2
         one = {"name": picture.name, "caption": picture.caption, "svg": svg, "is_wide": is_wide}

@@ -12,7 +12,7 @@ import yaml
 from lit_rlkv.checks import fits, from_json
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import check_yaml, json_lines, read_json, read_text
-from lit_rlkv.reporting.facts import run_facts
+from lit_rlkv.reporting.describe import run_facts
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_metrics import History, read_metrics

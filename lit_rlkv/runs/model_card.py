@@ -4,14 +4,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from jinja2 import StrictUndefined, Template
+from omegaconf import OmegaConf
 
-from lit_rlkv.cache_rules import DENSE
 from lit_rlkv.config import is_local
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import read_if_intact
 from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.reporting.describe import describe
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.runs import environment
@@ -52,9 +54,7 @@ class Exported:
 def model_card(run: SavedRun, exported: Exported) -> str:
     """Return the page in Markdown, with the header that model hubs read."""
     cfg, path = run.cfg, run.run_dir / environment.FILE_NAME
-    cache = DENSE if cfg.correction.get("samples_dense") else cfg.cache.policy
-    if cache != DENSE:
-        cache += f", {cfg.cache.budget} keys per head and up to {cfg.cache.interval} more"
+    config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     starts = read_if_intact(path, read_environments, [])
     now = {
         "git": environment.git_state(environment.PACKAGE_DIR),
@@ -68,9 +68,7 @@ def model_card(run: SavedRun, exported: Exported) -> str:
         base_model=None if cfg.model.path is None or is_local(cfg.model.path) else cfg.model.path,
         # What a stranger can load: a name on the hub, and not the SFT model in this run's folder.
         adapter_base=None if Path(run.start).exists() else run.start,
-        algorithm=cfg.algorithm.loss._target_.rpartition(".")[2],
-        task=cfg.task.get("_target_", "").rpartition(".")[2],
-        cache=cache,
+        about=describe(config),
         origins=[*(("trained", start) for start in starts[-1:]), ("exported", now)],
         fence="`" * max(3, longest + 1),  # longer than any in the config
         shares_critic=LAYOUTS[cfg.roles.layout].shares_critic,

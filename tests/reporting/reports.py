@@ -70,8 +70,8 @@ FULL = RunReport(
     config_yaml=CONFIG,
     environments=[ENVIRONMENT],
     history=[
-        {"iteration": 1, "reward": 0.25, "rollout_corr/kl": 0.1},
-        {"iteration": 2, "reward": 0.75, "rollout_corr/kl": 0.05},
+        {"iteration": 1, "reward": 0.25, "rollout_corr/k3_kl": 0.1},
+        {"iteration": 2, "reward": 0.75, "rollout_corr/k3_kl": 0.05},
     ],
     before=[eval_row("dense", None, 0.99), eval_row("random 16+4", 16, 0.456)],
     after=[eval_row("dense", None, 0.98), eval_row("random 16+4", 16, 0.81)],

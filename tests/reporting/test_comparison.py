@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.reporting.comparison import comparison_cells, comparison_figures, render_comparison, run_names
+from lit_rlkv.reporting.comparison import comparison_cells, render_comparison, run_names
+from lit_rlkv.reporting.pictures import comparison_figures
 from lit_rlkv.reporting.plots import style
 from tests.reporting.reports import CONFIG, EMPTY, FULL, Page, eval_row
 
@@ -26,7 +27,7 @@ def curve(name, runs=RUNS):
 
 
 def test_curves_of_all_runs_share_a_figure_in_their_own_colours():
-    lines = curve("Reward")
+    lines = curve("Reward: mean")
     assert list(lines["a"].get_ydata()) == [0.25, 0.75]
     assert list(lines["b"].get_ydata()) == [0.5, 0.25]
     assert (lines["a"].get_color(), lines["b"].get_color()) == (style.BLUE, style.VERMILLION)
@@ -43,8 +44,8 @@ def test_the_verifiers_score_is_compared_only_where_the_reward_is_another():
         run = replace(EMPTY, history=[{"iteration": 1, "reward": 0.5, "rewards/exact_match": score}])
         return [picture.name for picture in comparison_figures({"a": run, "b": run})]
 
-    assert names(0.5) == ["Reward"]
-    assert names(1.0) == ["Verifier's score", "Reward"]
+    assert names(0.5) == ["Reward: mean"]
+    assert names(1.0) == ["Reward: mean", "Proxy and gold: gold"]
 
 
 def test_evaluations_stand_side_by_side_with_intervals():

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from lit_rlkv.reporting import header as header_module
-from lit_rlkv.reporting.header import EMULATED, SMOKE_TEST, emulates_bfloat16, header, trained_parameters
+from lit_rlkv.reporting.header import SMOKE_TEST, header, trained_parameters
 from tests.whole_runs import config
 
 CPU = torch.device("cpu")
@@ -22,21 +20,15 @@ def test_a_header_says_what_is_trained_how_and_where(tmp_path):
     assert found == {
         "run": "runs/mine",
         "task": "ChainSum(n_terms=3, max_operand=9)",
-        "model": "tiny_qwen3, from random weights",
+        "model": "tiny_qwen3 from random weights, 2 layers, 4 KV heads, 32 wide",
         "algorithm": "PPO, 2 iterations of 8 prompts × 2 responses",
-        "arm": "correction shadow, distillation sparse_student (experiment=smd)",
+        "arm": "smd: exact replay and Shadow Mask Distillation",
         "roles": "hydra: adapters of rank 32, learning rate 0.001",
-        "cache": "random, budget 7 + 2",
+        "cache": "random 7+2 (budget + interval slots)",
         "seed": "3",
         "devices": "1 × cpu, precision 32-true",
         "stages": "sft, rl, eval",
     }
-
-
-def test_an_arm_is_named_by_its_config_without_the_choices_of_the_command_line(tmp_path):
-    assert fields(tmp_path, "experiment=tis")["arm"] == "correction tis, distillation none"
-    own = fields(tmp_path, "experiment=tis", "correction.weight_fn.cap=3")["arm"]
-    assert own == "correction tis with weight_fn.cap=3, distillation none"
 
 
 def test_a_header_says_that_full_fine_tuning_has_no_adapters_and_its_learning_rate(tmp_path):
@@ -56,19 +48,3 @@ def test_trained_parameters_are_counted():
 def test_a_smoke_test_says_that_nothing_is_learned(tmp_path):
     assert SMOKE_TEST in header(config(tmp_path), tmp_path, 1, CPU, {"debug": "fast"})
     assert SMOKE_TEST not in header(config(tmp_path), tmp_path, 1, CPU, {"debug": "none"})
-
-
-@pytest.mark.parametrize(
-    ("precision", "is_emulated", "warns"),
-    [("bf16-mixed", True, True), ("bf16-mixed", False, False), ("32-true", True, False)],
-)
-def test_bfloat16_on_a_cpu_without_it_is_said_to_be_slow(
-    precision, is_emulated, warns, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(header_module, "emulates_bfloat16", lambda device: is_emulated)
-    lines = header(config(tmp_path, f"fabric.precision={precision}"), tmp_path, 1, CPU, {})
-    assert (EMULATED in lines) == warns
-
-
-def test_a_gpu_computes_bfloat16():
-    assert not emulates_bfloat16(torch.device("cuda"))

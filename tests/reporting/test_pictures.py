@@ -5,7 +5,7 @@ import pytest
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
-from tests.reporting.plots.drawn import POSITIONS, arm_history, layers
+from tests.reporting.plots.drawn import POSITIONS, layers
 from tests.reporting.plots.test_kept_keys import CACHE
 from tests.reporting.reports import EMPTY, FULL, JUDGED, make_rollout
 
@@ -21,24 +21,29 @@ def named(report, name):
     [
         ({"history": []}, ["Accuracy against budget", "Cache fill", "Key lifetimes in one sequence"]),
         ({"evictions": None, "before": [], "after": []}, ["Reward", "Mismatch of sampler and learner"]),
-        (
-            {"evictions": None, "history": [{"iteration": 1, "loss": 0.5}]},
-            ["Loss", "Accuracy against budget"],
-        ),
+        ({"evictions": None, "history": [{"iteration": 1, "loss": 0.5}]}, LOSS_AND_ACCURACY),
         (
             {
                 "evictions": None,
                 "before": [],
                 "after": [],
-                "history": [{"iteration": 1, "rewards/learned": 0.5}],
+                "history": [
+                    {"iteration": 1, "reward": 0.5, "rewards/exact_match": 1, "rewards/learned": 0.5}
+                ],
                 "reward_model": JUDGED,
             },
-            ["Proxy and gold", "Calibration of the reward model"],
+            ["Reward", "Proxy and gold", "Calibration of the reward model"],
         ),
     ],
 )
 def test_there_is_a_figure_for_what_has_data(changes, names):
-    assert [picture.name for picture in figures(replace(FULL, stage_seconds={}, **changes))] == names
+    assert [picture.name for picture in figures(replace(FULL, **changes))] == names
+
+
+def test_a_figure_that_fails_is_left_out_with_a_warning(caplog):
+    broken = replace(EMPTY, history=FULL.history, diagnostics=[{"name": "mismatch", "iteration": 1}])
+    assert [picture.name for picture in figures(broken)] == ["Reward", "Mismatch of sampler and learner"]
+    assert "'Mismatch by position' cannot be drawn: KeyError" in caplog.text
 
 
 def test_lifetimes_are_those_of_the_longest_sequence_with_its_tokens():
@@ -66,7 +71,8 @@ def test_each_measurement_has_its_pictures():
     assert names(EMPTY) == []
     assert names(replace(EMPTY, diagnostics=[POSITIONS])) == BY_POSITION
     assert names(replace(EMPTY, diagnostics=[layers(1, 0.1)])) == ["Which layer's eviction matters"]
-    assert names(replace(EMPTY, history=arm_history(0.5))) == ["What is left after a correction"]
+    ess = [{"iteration": 1, "kv/arms/tis/ess": 0.5}]
+    assert names(replace(EMPTY, history=ess)) == ["What is left after a correction"]
 
 
 def test_the_last_measurement_is_the_one_that_is_shown():
@@ -95,23 +101,3 @@ def test_the_last_measurement_has_its_pictures():
     ]
     assert all(picture.caption.startswith("In iteration 11:") for picture in shown)
     assert shown[1].figure.axes[0].images[0].get_array()[0, 0] == 0.9
-
-
-def test_a_run_that_evicted_nothing_has_none():
-    assert figures(replace(EMPTY, diagnostics=[])) == []
-
-
-TIMES = {"time/rollout": 3.0, "time/score": 1.0, "time/reward": 0.5, "time/update": 2.0}
-
-
-def names_for(history):
-    return [picture.name for picture in figures(replace(EMPTY, history=history))]
-
-
-def test_phases_that_were_measured_have_their_pictures():
-    assert names_for([{"iteration": 1, "time/update": 2.0}]) == []
-    assert names_for([{"iteration": 1, **TIMES}]) == ["Time per phase"]
-    assert names_for([{"iteration": 1, **TIMES, "memory/rollout/peak": 2.0**20}]) == [
-        "Time per phase",
-        "Memory per phase",
-    ]

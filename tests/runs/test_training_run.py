@@ -98,12 +98,10 @@ def test_a_resumed_run_logs_to_the_same_wandb_run(sft_runs):
     assert cut_short.exit_code == 1
     again, cfg = load_resumed_config(compose_resume(folder))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
-    first, second = finished_runs(folder)
-    assert first.id == second.id
-    iterations = [row["iteration"] for part in (first, second) for row in part.history if "reward" in row]
-    assert iterations == [1, 2]
-    # The table of the second part has what the first one drew.
-    assert [row[0] for draw in second.table("samples") for row in draw] == [1] * 4 + [2] * 4
+    (whole,) = finished_runs(folder)  # it replaces the part of before
+    assert whole.id == cut_short.id
+    assert [row["iteration"] for row in whole.history if "reward" in row] == [1, 2]
+    assert [row[0] for draw in whole.table("samples") for row in draw] == [1] * 4 + [2] * 4
     assert len(json.loads((folder / "environment.json").read_text())) == 2
 
 

@@ -112,12 +112,9 @@ class GuardedLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.logger is not None and self.is_broken:
-            try:
-                self.logger.close(is_complete=False)  # may still save its data
-            except Exception as error:
-                log.debug("%s could not be ended either: %s", type(self.logger).__name__, error)
-        self.send("ending", lambda logger: self._print(logger.close(is_complete=kind is None)))
+        if self.logger is not None:  # also after an error, as it may still save its data
+            is_complete = kind is None and not self.is_broken
+            self._try(self.logger, "ending", lambda logger: self._print(logger.close(is_complete)))
 
     @property
     def figures_every(self) -> int | None:
@@ -130,18 +127,21 @@ class GuardedLogger:
         Args:
             doing: name of the action for the warning if it fails.
         """
-        if self.logger is None or self.is_broken:
-            return
+        if self.logger is not None and not self.is_broken:
+            self._try(self.logger, doing, action)
+
+    def _try(self, logger: RunLogger, doing: str, action: Callable[[RunLogger], object]) -> None:
         try:
-            action(self.logger)
+            action(logger)
         except Exception as error:
+            if not self.is_broken:
+                log.warning(
+                    "%s failed at %s and gets no more data; the run continues, with its metrics.csv: %s",
+                    type(logger).__name__,
+                    doing,
+                    one_line(error) or type(error).__name__,
+                )
             self.is_broken = True
-            log.warning(
-                "%s failed at %s and gets no more data; the run continues, with metrics in metrics.csv: %s",
-                type(self.logger).__name__,
-                doing,
-                one_line(error) or type(error).__name__,
-            )
 
     def _print(self, message: str | None) -> None:
         if message is not None:

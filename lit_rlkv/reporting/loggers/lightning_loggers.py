@@ -51,30 +51,7 @@ class LightningLogger(RunLogger):
 FOLDER = "tensorboard"
 """Folder of the event files, in the run's folder."""
 COMPARED = ("reward", "eval/accuracy", "eval/dense_accuracy", "eval/accuracy_gain")
-"""Metrics beside the settings of each run in TensorBoard's HPARAMS tab."""
-CHARTS = {
-    "Learning": {
-        "reward": ["reward$", r"rewards/\w+$", r"rewards/\w+/mean$"],
-        "KL to the reference": ["kl$", "objective/kl$"],
-        "entropy": ["entropy$"],
-        "tokens per response": ["completions/.+_length$"],
-    },
-    "Stability": {
-        "loss": ["loss$", r"\w+_loss$", "smd/.*loss$"],
-        "gradient norm": ["grad_norm$"],
-        "clipped tokens": ["clip_ratio/.+"],
-    },
-    "Cache": {
-        "keys kept": ["kv/retained", "kv/never_evicted$"],
-        "KL of sampler and learner": ["rollout_corr/k3_kl$", "kv/dense_k3_kl$"],
-        "replay gap": ["kv/replay_gap$"],
-    },
-    "Speed": {
-        "seconds": ["time/(rollout|score|reward|update)$"],
-        "tokens per second": ["tokens_per_second$", "perf/tokens_per_second/.+"],
-    },
-}
-"""Charts of TensorBoard's CUSTOM SCALARS tab: patterns of their metrics, matched from the name's start."""
+"""Metrics whose last values stand beside the settings of each run in TensorBoard's HPARAMS tab."""
 
 
 class TensorBoard(LightningLogger):
@@ -98,10 +75,9 @@ class TensorBoard(LightningLogger):
             raise ValueError(f"logger.name must be the name of a folder, got {name!r}; leave out slashes")
         self.name = name
         self.figures_every = checked_interval(figures_every)
+        self._compared: dict[str, float] = {}
 
     def open(self, start: RunStart) -> str | None:
-        from torch.utils.tensorboard.summary import hparams  # imported here, because tensorboard is optional
-
         self.logger = TensorBoardLogger(
             save_dir=start.run_dir,
             name=FOLDER,
@@ -110,25 +86,19 @@ class TensorBoard(LightningLogger):
             purge_step=start.resumed_at + 1,  # also after a kill before the first checkpoint
         )
         super().open(start)
-        self.writer = self.logger.experiment
+        self.writer, self._config = self.logger.experiment, start.config
         described = json.dumps(dict(start.environment), indent=1, default=str)
         self.writer.add_text("environment", f"```\n{described}\n```", start.resumed_at)
-        self.writer.add_custom_scalars(
-            {
-                tab: {title: ["Multiline", tags] for title, tags in charts.items()}
-                for tab, charts in CHARTS.items()
-            }
-        )
-        experiment, started, self._ended = hparams(  # type: ignore[no-untyped-call]
-            flat(start.config), dict.fromkeys(COMPARED, 0.0)
-        )
-        for summary in (experiment, started):
-            self.writer.file_writer.add_summary(summary)
         return f"to watch: tensorboard --logdir {self.logger.log_dir}"
 
+    def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
+        super().scalars(metrics, place)
+        self._compared |= {f"hparams/{name}": float(metrics[name]) for name in COMPARED if name in metrics}
+        self._last_step = int(place[ITERATION])
+
     def close(self, is_complete: bool) -> str | None:
-        if is_complete:
-            self.writer.file_writer.add_summary(self._ended)
+        if is_complete and self._compared:
+            self.logger.log_hyperparams(dict(self._config), self._compared, self._last_step)
         return super().close(is_complete)
 
     def table(
@@ -141,14 +111,3 @@ class TensorBoard(LightningLogger):
             self.writer.add_image(
                 picture.key, pixels(picture.figure), int(place[ITERATION]), dataformats="HWC"
             )
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Return the settings with dotted names; numbers stay numbers, other values become texts."""
-    found: dict[str, bool | int | float | str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float) else str(value)
-    return found

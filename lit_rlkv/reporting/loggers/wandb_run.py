@@ -4,11 +4,9 @@ import json
 import logging
 import os
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -25,27 +23,13 @@ FILE_NAME = "wandb.json"
 """File in the run's folder with the id of the W&B run."""
 FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
-INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = 60.0
 HIDDEN = re.compile(
     "gradient/(loss|policy)/layer_.+|kv/layer_kl/.+|kv/ratio_seq_.+|"
     "rollout_corr/(log_ppl_diff|rollout_is_seq)_.+|rollout_corr/(rollout|training)_log_ppl"
 )
 """Metrics without a panel of their own: those of each layer, which figures show, and variants of others."""
-WITH_BEST = ("reward", "rewards/exact_match")
-"""Metrics whose summary has the highest value beside the last one."""
 Mode = Literal["online", "offline"]
-SYNCED = ".wandb.synced"
-"""Suffix of the marker file that makes `wandb sync` skip a run file."""
-BLOCK, HEADER, RECORD_HEADER = 32768, 7, 7
-"""Sizes in bytes of LevelDB's log format, which wandb uses."""
-UNUSED, FULL, LAST = 0, 1, 4
-"""Record types: padding of a block, a full record, the last fragment of a record."""
-
-
-def run_files(run_dir: Path, run_id: str) -> list[Path]:
-    """Return the files of a W&B run, one per start, in order."""
-    # Two starts within a second differ by a number at the end of their folders' names.
-    return sorted(run_dir.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb"))
 
 
 def _read_id(path: Path) -> str | None:
@@ -56,56 +40,12 @@ def _read_id(path: Path) -> str | None:
     return found
 
 
-def truncate_incomplete(path: Path) -> None:
-    """Truncate an incomplete last record, which would stop `wandb sync`; remove a file without records."""
-    content = path.read_bytes()
-    end = max((end for end, _ in records(content)), default=0)
-    if end == 0:
-        path.unlink()
-    elif end < len(content):
-        os.truncate(path, end)
-
-
-def last_iteration(path: Path, metric: str) -> int:
-    """Return the highest logged value of the iteration metric; 0 if there is none."""
-    from wandb.proto import wandb_internal_pb2  # imported here, because it takes a second
-
-    highest = 0
-    for _, data in records(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
-        if record.WhichOneof("record_type") != "history":
-            continue
-        for item in record.history.item:
-            if (item.key or "/".join(item.nested_key)) == metric:
-                highest = max(highest, int(json.loads(item.value_json)))
-    return highest
-
-
-def records(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield each complete record with the position of its end."""
-    position, pieces = HEADER, b""
-    while position + RECORD_HEADER <= len(content):
-        left = BLOCK - position % BLOCK
-        _, length, kind = struct.unpack_from("<IHB", content, position)
-        if left < RECORD_HEADER or kind == UNUSED:
-            position += left
-            continue
-        position += RECORD_HEADER
-        if position + length > len(content):
-            return
-        pieces += content[position : position + length]
-        position += length
-        if kind in (FULL, LAST):
-            yield position, pieces
-            pieces = b""
-
-
 class WandbRun(RunLogger):
     """Logs metrics over sampled tokens, a table of samples, figures, and files as artifacts.
 
-    W&B only appends, with its own step, so our axes are logged as metrics. After a resume, repeated
-    iterations are not logged again, and iterations that W&B lacks are sent. An offline run that resumes
-    online sends everything that W&B lacks except figures, and `wandb sync` then skips its offline files.
+    W&B only appends, with its own step, so our axes are logged as metrics. A resumed run continues its W&B
+    run and logs what W&B does not have. W&B cannot look into a part that was kept offline: a resume replaces
+    it by one with all iterations, without the figures of before.
 
     Args:
         entity: a team or user; None is the account's default.
@@ -152,8 +92,6 @@ class WandbRun(RunLogger):
         self.finish_timeout_s = float(finish_timeout_s)
         self._tables: dict[str, Any] = {}
         self._seen: set[str] = set()
-        self._sent: list[Path] = []
-        """Earlier files of the run, all of whose contents are uploaded once this run ends."""
 
     def open(self, start: RunStart) -> str | None:
         import wandb  # imported here, because it takes a second and is optional
@@ -162,18 +100,17 @@ class WandbRun(RunLogger):
         self.run_dir = start.run_dir
         id_file = start.run_dir / FILE_NAME
         kept_id = read_if_intact(id_file, _read_id, None, sets_aside=True)
-        earlier = [] if kept_id is None else run_files(start.run_dir, kept_id)
-        held = max((last_iteration(path, ITERATION) for path in earlier), default=0)
-        for path in earlier:
-            truncate_incomplete(path)
         self.run = self._init(kept_id or uuid4().hex[:8])
         write_atomically(id_file, json.dumps({"id": self.run.id}))  # a sweep agent chooses the id itself
-        is_online = not (self.run.offline or self.run.disabled)
-        self._sent = earlier if is_online else []
-        # Online, the iterations on the server count, not those in the files.
-        self.last_iteration = int(self.run.summary.get(ITERATION, 0)) if is_online else held
+        is_uploaded = self._remove_offline_parts()
+        if not (self.run.offline or self.run.disabled):
+            self.last_iteration = int(self.run.summary.get(ITERATION, 0))
+        elif is_uploaded:
+            self.last_iteration = start.resumed_at
         self.keeps_tables = bool(self.run.resumed)
-        self._define_metrics()
+        self.run.define_metric("*", step_metric=TOKENS)
+        for axis in AXES:
+            self.run.define_metric(axis, hidden=True)
         place = {"environment": dict(start.environment), "run_dir": start.run_dir.name}
         config = {**start.config, **place}
         self.run.config.update(config, allow_val_change=True)
@@ -211,26 +148,19 @@ class WandbRun(RunLogger):
         self.run.log_artifact(artifact)
 
     def close(self, is_complete: bool) -> str | None:
-        try:
-            is_offline = self.run.offline
-            self.run.finish(exit_code=0 if is_complete else 1)
-        except Exception:
-            # At exit wandb would write to its service again, and print a traceback if the service is gone.
-            with suppress(Exception):
-                end_service(self._wandb.teardown)
-            raise
-        for path in self._sent:  # already uploaded; a sync would upload it again
-            path.with_suffix(SYNCED).touch()
+        is_offline = self.run.offline
+        self.run.finish(exit_code=0 if is_complete else 1)
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None
 
-    def _define_metrics(self) -> None:
-        """Define the x axis of all panels, and which metrics keep their best value."""
-        self.run.define_metric("*", step_metric=TOKENS)
-        for axis in AXES:
-            self.run.define_metric(axis, hidden=True)
-        if self.run.sweep_id is None:  # the metric of a W&B sweep must be one number
-            for name in WITH_BEST:
-                self.run.define_metric(name, step_metric=TOKENS, summary="last,max")
+    def _remove_offline_parts(self) -> bool:
+        """Remove earlier offline parts of this run; return True if some were uploaded, which stay."""
+        own, is_uploaded = Path(self.run.dir).parent.name, False
+        for part in self.run_dir.glob(f"wandb/offline-run-*-{self.run.id}*"):
+            if any(part.glob("*.synced")):  # written by `wandb sync`
+                is_uploaded = True
+            elif part.name != own and not self.run.disabled:
+                shutil.rmtree(part)
+        return is_uploaded
 
     def _hide_panels(self, metrics: Mapping[str, float | int]) -> None:
         # By exact names, as W&B does not say which of two patterns that match, this one or "*", it takes.
@@ -240,22 +170,18 @@ class WandbRun(RunLogger):
         self._seen |= metrics.keys()
 
     def _init(self, run_id: str) -> Any:
+        is_offline = self.offline
         try:
-            return self._init_in(self._mode(), run_id)
+            if is_offline is None and "WANDB_MODE" not in os.environ:  # which wandb reads
+                is_offline = not self._wandb.login(prompt=False)
+            mode: Mode | None = None if is_offline is None else "offline" if is_offline else "online"
+            return self._init_in(mode, run_id)
         except Exception as error:
             if self.offline:
                 raise
             log.warning("W&B is not reachable; this run is logged offline in its folder: %s", error)
-            with suppress(TimeoutError):  # a second service is then started
-                end_service(self._wandb.teardown)  # the first one keeps the id in use
+            self._wandb.teardown()  # its service keeps the id in use
             return self._init_in("offline", run_id)
-
-    def _mode(self) -> Mode | None:
-        if self.offline is not None:
-            return "offline" if self.offline else "online"
-        if "WANDB_MODE" in os.environ:
-            return None  # wandb reads it
-        return "online" if self._wandb.login(prompt=False) else "offline"
 
     def _init_in(self, mode: Mode | None, run_id: str) -> Any:
         return self._wandb.init(
@@ -274,26 +200,3 @@ class WandbRun(RunLogger):
                 finish_timeout_raises=True,
             ),
         )
-
-
-def end_service(teardown: Callable[[], None]) -> None:
-    """Stop wandb's service process, with a timeout, because `teardown` waits for uploads without one.
-
-    Raises:
-        TimeoutError: it does not stop in time.
-    """
-    errors: list[Exception] = []
-
-    def end() -> None:
-        try:
-            teardown()
-        except Exception as error:  # raised below
-            errors.append(error)
-
-    ending = Thread(target=end, daemon=True)
-    ending.start()
-    ending.join(TEARDOWN_TIMEOUT_S)
-    if errors:
-        raise errors[0]
-    if ending.is_alive():
-        raise TimeoutError(f"wandb's service did not stop within {TEARDOWN_TIMEOUT_S:g} seconds")

@@ -1,8 +1,12 @@
-"""Figures of a run's metrics: rewards, accuracy, mismatch, corrections, time, memory."""
+"""Curves of logged metrics, accuracies against the budget, calibration of a reward head."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -10,76 +14,115 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from lit_rlkv.evaluation.intervals import accuracy_interval
 from lit_rlkv.evaluation.results import N_BINS, EvalRow
 from lit_rlkv.reporting.plots import style
+from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
 
-MISMATCHES = {
-    "rollout_corr/kl": ("KL(μ ‖ learner), k1", style.BLUE),
-    "rollout_corr/k3_kl": ("KL(μ ‖ learner), k3", style.GREEN),
-    "kv/dense_k3_kl": ("KL(μ ‖ dense policy), k3", style.MUTED),
-    "smd/kl": ("distillation KL", style.PURPLE),
-    "kv/replay_gap": ("replay gap", style.VERMILLION),
-}
-"""Label and colour of each metric in the mismatch figure."""
-
+MANY = 1000
+"""Values from which ticks have a separator of thousands."""
 CORRECTION_STYLES = {
-    "token_ratio": ("ρ of tokens", style.MUTED),
+    "token_ratio": ("ρ of tokens", style.BLUE),
     "sequence_ratio": ("Π ρ of responses", style.VERMILLION),
-    "tis": ("tis", style.BLUE),
-    "mis": ("mis", style.GREEN),
-    "sparse_rl": ("sparse_rl", style.PURPLE),
+    "tis": ("tis", style.GREEN),
+    "mis": ("mis", style.PURPLE),
+    "sparse_rl": ("sparse_rl", style.ORANGE),
 }
 """Legend name and colour of each correction."""
 
-PHASES = {"rollout": style.BLUE, "score": style.GREEN, "reward": style.PURPLE, "update": style.VERMILLION}
-"""Colour of each phase, from bottom to top."""
 
-MEMORY = {"peak": "allocated at most", "resident_peak": "resident at most"}
-"""Metrics of peak memory (CUDA, other devices) and their axis labels."""
+@dataclass(frozen=True)
+class CurveSet:
+    """Metrics of one unit, which one figure shows of a run, and a figure each of several runs."""
 
-MIB = 2**20
+    title: str
+    caption: str
+    y_label: str
+    metrics: Mapping[str, str]
+    """Legend entry of each metric."""
+    axis: Literal["free", "from zero", "percent", "share", "log", "log percent"] = "free"
+    scale: float = 1.0
+    """Factor from the logged unit to that of the axis."""
+
+    def logged(self, *histories: History) -> list[str]:
+        """Return those metrics that any of the runs has logged."""
+        return [name for name in self.metrics if any(len(style.series(h, name)[0]) for h in histories)]
+
+
+def _read() -> dict[str, list[CurveSet]]:
+    sections = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {section: [CurveSet(**one) for one in sets] for section, sets in sections.items()}
+
+
+CURVES = _read()
+"""Curves of each section of a report, in order; those whose metrics were not logged are left out."""
+GOLD = "Proxy and gold"
+"""Title of the curves that are shown only if the verifier's score is not the reward."""
 
 
 def reward_curve(history: History) -> Figure:
-    """Draw the mean reward of each iteration, its moving average, and the std of rewards around it."""
-    figure, axes = style.single_axes("Iteration", "Mean reward")
-    iteration, reward = style.series(history, "reward")
-    smooth = style.trailing_mean(reward)
-    spread_at, spread = style.series(history, "reward_std")
-    if np.array_equal(spread_at, iteration):
-        band = style.trailing_mean(spread)
-        axes.fill_between(
-            iteration, smooth - band, smooth + band, color=style.BLUE, alpha=0.13, lw=0, label="± reward std"
-        )
-    axes.plot(
-        iteration,
-        reward,
-        color=style.BLUE,
-        lw=0.8,
-        alpha=0.5,
-        label="each iteration",
-        marker=style.marker(reward),
-    )
-    axes.plot(iteration, smooth, color=style.BLUE, lw=2, label=f"mean of the last {style.SMOOTHING}")
-    if (reward >= 0).all():
-        axes.set_ylim(bottom=0)
-    return style.finish(figure, axes)
+    """Draw the mean reward of each iteration and the std of rewards in a group."""
+    return draw_metrics(_find("Reward"), history)
 
 
-def proxy_and_gold(history: History) -> Figure:
-    """Draw the verifier's score of the rollouts (left axis) and the learned reward (right axis)."""
-    figure, axes = style.single_axes("Iteration", "Verifier's score (gold)")
-    right = style.right_axis(axes, "Learned reward (proxy)")
-    for metric, side, color, label in (
-        ("rewards/exact_match", axes, style.BLUE, "gold, left axis"),
-        ("rewards/learned", right, style.VERMILLION, None),
-    ):
-        iteration, value = style.series(history, metric)
-        if len(value):
-            side.plot(iteration, value, color=color, lw=0.8, alpha=0.4)
-            side.plot(iteration, style.trailing_mean(value), color=color, lw=2, label=label)
-    style.share_axis(axes)
-    axes.plot([], [], color=style.VERMILLION, lw=2, label="proxy, right axis")  # for the style.legend
-    return style.finish(figure, axes)
+def mismatch(history: History) -> Figure:
+    """Draw the mismatch of rollout policy and learner on a log axis."""
+    return draw_metrics(_find("Mismatch of sampler and learner"), history)
+
+
+def _find(title: str) -> CurveSet:
+    return next(one for sets in CURVES.values() for one in sets if one.title == title)
+
+
+def draw_metrics(curves: CurveSet, history: History) -> Figure:
+    """Draw the logged metrics of one run; a thick line is the mean of the last SMOOTHING iterations."""
+    figure, axes = style.single_axes("Iteration", curves.y_label)
+    for (name, label), color in zip(curves.metrics.items(), style.PALETTE, strict=False):
+        _draw(axes, history, name, curves, color, label)
+    if len(curves.metrics) > 1:  # else the name of the curve is that of the figure
+        style.legend(axes)
+    return _finish(figure, axes, curves)
+
+
+def draw_runs(curves: CurveSet, metric: str, histories: Mapping[str, History]) -> Figure:
+    """Draw one metric of several runs; a run's colour is its place in `histories`."""
+    figure, axes = style.single_axes("Iteration", curves.y_label)
+    for place, (run, history) in enumerate(histories.items()):
+        _draw(axes, history, metric, curves, style.run_color(place), run, style.run_dashes(place))
+    style.legend(axes)
+    return _finish(figure, axes, curves)
+
+
+def _draw(
+    axes: Axes, history: History, name: str, curves: CurveSet, color: str, label: str, dashes: Dashes = "-"
+) -> None:
+    iteration, value = style.series(history, name)
+    if len(value) == 0:
+        return
+    value = curves.scale * value
+    if curves.axis.startswith("log"):
+        if not (value > 0).any():
+            label += ": negative, not drawn" if (value < 0).any() else ": 0 throughout"
+        value = np.where(value > 0, value, np.nan)
+    is_long = len(value) > 2 * style.SMOOTHING and not curves.axis.startswith("log")
+    if is_long:
+        axes.plot(iteration, value, color=color, lw=0.8, alpha=0.35)
+        value = style.trailing_mean(value)
+    axes.plot(iteration, value, color=color, lw=1.7, ls=dashes, marker=style.marker(value), label=label)
+
+
+def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
+    if curves.axis == "share":
+        style.share_axis(axes)
+    elif curves.axis.startswith("log"):
+        style.log_decades(axes)
+    elif curves.axis != "free":
+        highest = np.nanmax(style.line_heights(axes), initial=0.0)
+        axes.set_ylim(0, 1.08 * highest or (0.01 if curves.axis == "percent" else 1.0))
+        if highest >= MANY:
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+    if curves.axis.endswith("percent"):
+        axes.yaxis.set_major_formatter(style.small_percent)
+    style.integer_x_axis(axes)
+    return figure
 
 
 def accuracy_against_budget(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Figure:
@@ -149,101 +192,4 @@ def reliability(confidence: Sequence[float], accuracy: Sequence[float], counts: 
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(style.PERCENT)
     style.legend(axes)
-    return figure
-
-
-def mismatch(history: History) -> Figure:
-    """Draw the mismatch of rollout policy and learner on a log axis.
-
-    A negative estimate is drawn at its size with an open circle; an exact 0 leaves a gap in its line.
-    """
-    figure, axes = style.single_axes("Iteration", "Mismatch (nats)")
-    for metric, (name, color) in MISMATCHES.items():
-        iteration, value = style.series(history, metric)
-        if len(value) == 0:
-            continue
-        size = np.where(value == 0, np.nan, np.abs(value))
-        label = name if np.isfinite(size).any() else f"{name}: 0 throughout"
-        axes.plot(iteration, size, color=color, lw=1.4, marker="." if len(value) == 1 else None, label=label)
-        is_negative = value < 0
-        if is_negative.any():
-            at, negative = iteration[is_negative], size[is_negative]
-            axes.plot(at, negative, "o", mfc=style.PAPER, mec=color, ms=4, label=f"{name}, negative")
-    style.log_decades(axes)
-    return style.finish(figure, axes, n_columns=2)
-
-
-def effective_samples(history: History) -> Figure:
-    """Draw the effective sample size of each correction on a log axis."""
-    figure, axes = style.single_axes("Iteration", "Effective share of the tokens")
-    _draw_corrections(axes, history, {"ess": ""})
-    sizes = style.line_heights(axes)
-    lowest = sizes[sizes > 0].min(initial=1.0)  # 0 if a correction rejects all tokens
-    style.log_axis(axes, 10 ** np.floor(np.log10(lowest) - 0.01), 1.3, is_share=True)
-    return style.finish(figure, axes)
-
-
-def rejected_tokens(history: History) -> Figure:
-    """Draw the share of tokens that each correction rejects, or whose weight it clips."""
-    figure, axes = style.single_axes("Iteration", "Share of the response tokens")
-    _draw_corrections(axes, history, {"rejected": " rejects", "clipped": " clips"})
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(style.small_percent)
-    return style.finish(figure, axes)
-
-
-def _draw_corrections(axes: Axes, history: History, statistics: Mapping[str, str]) -> None:
-    for correction, (name, color) in CORRECTION_STYLES.items():
-        for statistic, verb in statistics.items():
-            iteration, value = style.series(history, f"kv/arms/{correction}/{statistic}")
-            if len(value):
-                axes.plot(iteration, value, color=color, lw=1.6, marker=".", ms=5, label=f"{name}{verb}")
-
-
-def time_per_phase(history: History) -> Figure:
-    """Draw the seconds of each phase and of the diagnostics, one upon the other."""
-    figure, axes = style.single_axes("Iteration", "Seconds")
-    measured, _ = style.series(history, "time/rollout")
-    iterations = np.arange(measured[0], measured[-1] + 1)
-    edges = np.append(iterations - 0.5, iterations[-1] + 0.5)
-    bottom = np.where(np.isin(iterations, measured), 0.0, np.nan)  # a gap where nothing was measured
-    layers = [(phase, color, _at(history, f"time/{phase}", iterations)) for phase, color in PHASES.items()]
-    names = {name for row in history for name in row if name.startswith("time/diagnostics/")}
-    extra = np.sum([_at(history, name, iterations) for name in sorted(names)], axis=0)
-    for label, color, seconds in (*layers, ("diagnostics", style.SAND, extra + np.zeros(len(iterations)))):
-        axes.stairs(bottom + seconds, edges, baseline=bottom, fill=True, color=color, lw=0, label=label)
-        bottom = bottom + seconds
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0, 1.05 * np.nanmax(bottom))
-    return style.finish(figure, axes, n_columns=5)
-
-
-def _at(history: History, metric: str, iterations: np.ndarray) -> np.ndarray:
-    """Return the metric at these iterations; 0 where it was not logged."""
-    logged = dict(zip(*style.series(history, metric), strict=True))
-    return np.array([logged.get(iteration, 0.0) for iteration in iterations])
-
-
-def memory_per_phase(history: History) -> Figure:
-    """Draw the peak memory of each phase."""
-    figure, axes = style.single_axes("Iteration", "")
-    for kind, meaning in MEMORY.items():
-        for phase, color in PHASES.items():
-            iteration, peak = style.series(history, f"memory/{phase}/{kind}")
-            if len(peak):
-                axes.plot(iteration, peak / MIB, color=color, lw=1.6, marker=".", ms=4, label=phase)
-                axes.set_ylabel(f"MiB {meaning}", fontsize=style.NORMAL, color=style.INK)
-    axes.set_ylim(0, 1.1 * style.line_heights(axes).max())
-    return style.finish(figure, axes, n_columns=4)
-
-
-def time_per_stage(stage_seconds: Mapping[str, float | int]) -> Figure:
-    """Draw the wall-clock seconds of each stage, in order."""
-    figure, axes = style.single_axes("Seconds", "", height=0.9 + 0.34 * len(stage_seconds))
-    bars = axes.barh(list(stage_seconds), list(stage_seconds.values()), color=style.BLUE, height=0.6)
-    axes.bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=style.SMALL, color=style.INK)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", labelsize=style.NORMAL, labelcolor=style.INK)
     return figure

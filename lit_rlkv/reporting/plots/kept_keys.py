@@ -187,6 +187,7 @@ def _draw_lifetimes(axes: Axes, evicted_at: Sequence[int | None], n_prompt: int)
     y = born[:, None] + np.array([0.08, 0.08, 0.92, 0.92])
     colors = [style.BLUE if query is None else style.SAND for query in evicted_at]
     bars = PolyCollection(list(np.stack([x, y], axis=-1)), facecolors=colors, linewidths=0)
+    bars.set_rasterized(n_keys > style.MAX_VECTOR_SHAPES)
     axes.add_collection(bars)
     axes.axvline(n_prompt, color=style.INK, lw=0.8, ls=":", label="response begins")
     axes.axhline(n_prompt, color=style.INK, lw=0.8, ls=":")

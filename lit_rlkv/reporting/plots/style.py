@@ -1,8 +1,9 @@
-"""Shared parts of all figures: sizes, colours, axes, legends, curves of logged metrics, pixels."""
+"""Shared parts of all figures: sizes, colours, axes, legends, curves of logged metrics, pixels and SVG."""
 
 import io
 from collections.abc import Sequence
 
+import matplotlib
 import numpy as np
 from jaxtyping import UInt8
 from matplotlib.axes import Axes
@@ -22,6 +23,20 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # 
 ORANGE, SKY = "#e69f00", "#56b4e9"
 SAND = "#f0c890"
 PAPER = "#ffffff"
+SCHEME = {
+    "ink": (INK, "#e4e7ec"),
+    "muted": (MUTED, "#9aa2b1"),
+    "grid": (GRID, "#313843"),
+    "paper": (PAPER, "#14171c"),
+    "blue": (BLUE, "#58aef0"),
+    "vermillion": (VERMILLION, "#ff8f4d"),
+    "green": (GREEN, "#3ccf9e"),
+    "purple": (PURPLE, "#e6a2cc"),
+    "orange": (ORANGE, "#f2b632"),
+    "sky": (SKY, "#9ad7fb"),
+    "sand": (SAND, "#8d6c3c"),
+}
+"""Colour of each name on a light and on a dark page, whose stylesheet exchanges them; figures are light."""
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, MUTED)
 """Colours of curves, in order."""
 ON_DARK, ON_LIGHT = "#fffffe", "#1f2431"
@@ -172,6 +187,8 @@ def trailing_mean(values: np.ndarray) -> np.ndarray:
 
 
 PIXELS_PER_INCH = 150
+MAX_VECTOR_SHAPES = 200
+"""Most shapes of a kind in an SVG; more are pixels, or the page would have megabytes."""
 
 
 def pixels(figure: Figure) -> UInt8[np.ndarray, "height width 3"]:
@@ -180,3 +197,18 @@ def pixels(figure: Figure) -> UInt8[np.ndarray, "height width 3"]:
     figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, facecolor="white")
     buffer.seek(0)
     return np.round(imread(buffer)[..., :3] * 255).astype(np.uint8)
+
+
+def svg(figure: Figure, key: str) -> str:
+    """Return the figure as an `<svg>` element for a page.
+
+    Args:
+        key: unique on the page, so that no two figures share a clip path.
+    """
+    buffer = io.StringIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    # Texts stay texts: smaller, searchable, and in the font of the page.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):
+        figure.savefig(buffer, format="svg", transparent=True, dpi=PIXELS_PER_INCH, metadata=metadata)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,14 +1,14 @@
 """Reads the files of an offline W&B run, like `wandb sync`."""
 
 import json
+import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
-
-from lit_rlkv.reporting.loggers.wandb_run import records
 
 PATIENCE_S = 120.0
 
@@ -57,9 +57,25 @@ def finished_runs(run_dir: Path) -> list[OfflineRun]:
     return read_runs(run_dir)
 
 
+def records(content: bytes) -> Iterator[bytes]:
+    """The complete records of LevelDB's log format: blocks of 32 KiB, pieces with 7 bytes before each."""
+    position, pieces = 7, b""
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        if left < 7 or kind == 0:
+            position += left
+            continue
+        pieces += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield pieces
+            pieces = b""
+
+
 def read(path: Path) -> OfflineRun:
     found = OfflineRun(path.parent)
-    for _, data in records(path.read_bytes()):
+    for data in records(path.read_bytes()):
         record = Record.FromString(data)
         match record.WhichOneof("record_type"):
             case "run":

@@ -7,23 +7,22 @@ import sys
 import pytest
 import wandb
 
-from lit_rlkv.reporting.loggers.wandb_run import WandbRun, end_service
+from lit_rlkv.reporting.loggers.wandb_run import WandbRun
 from tests.reporting.loggers.offline_run import finished_runs
 from tests.reporting.loggers.recorded import place, start_in
 from tests.reporting.loggers.service import running
-from tests.reporting.loggers.test_wandb_run import killed_run
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def service(wandb_home, monkeypatch):
-    end_service(wandb.teardown)  # it reads its settings once a process
+    wandb.teardown()  # it reads its settings once a process
     with running() as found:
         monkeypatch.setenv("WANDB_BASE_URL", found.url)
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
         yield found
-        end_service(wandb.teardown)
+        wandb.teardown()
 
 
 def record(run_dir, iterations, resumed_at=0, **settings):
@@ -50,14 +49,14 @@ def sync(run_dir):
     )
 
 
-def test_sync_makes_one_run_of_parts_that_a_kill_has_torn_apart(service, tmp_path):
-    killed_run(tmp_path / "run")  # after 15 iterations
-    record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
-    last = finished_runs(tmp_path / "run")[-1]
+def test_sync_makes_one_run_of_parts_that_were_kept_offline(service, tmp_path):
+    record(tmp_path / "run", range(1, 16), offline=True)
+    finished_runs(tmp_path / "run")
+    last = record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
+    finished_runs(tmp_path / "run")
     sync(tmp_path / "run")
-    history = service.history(last.id)
+    history = service.history(last.run.id)
     assert [row["iteration"] for row in history] == list(range(1, 19))
-    assert [row["_step"] for row in history] == list(range(18))
 
 
 def test_a_run_with_an_account_resumes_in_the_service(service, tmp_path):

@@ -36,12 +36,6 @@ def eval_row(cache, budget, accuracy):
     return EvalRow(cache, budget, accuracy, 100, 10.0, 1024, 0.1, 1e-6)
 
 
-def rewards(values, **others):
-    return [
-        {"iteration": float(index), "reward": value, **others} for index, value in enumerate(values, start=1)
-    ]
-
-
 def line(figure, label):
     return next(found for found in figure.axes[0].lines if found.get_label() == label)
 
@@ -69,11 +63,3 @@ POSITIONS = {
 
 def layers(iteration, *kls):
     return {"iteration": iteration, "name": "layers", "layer_kl": list(kls), "all_layers_kl": 0.5}
-
-
-def arm_history(*sizes):
-    """A history in which tis was measured at every other iteration."""
-    return [
-        {"iteration": index + 1} | ({} if size is None else {"kv/arms/tis/ess": size})
-        for index, size in enumerate(sizes)
-    ]

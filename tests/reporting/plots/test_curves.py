@@ -3,65 +3,119 @@ import pytest
 
 from lit_rlkv.diagnostics.importance_ratios import CORRECTION_WEIGHTS
 from lit_rlkv.reporting.plots import curves, style
-from tests.reporting.plots.drawn import arm_history, eval_row, labels, line, rewards
+from lit_rlkv.reporting.plots.curves import CurveSet, draw_metrics, draw_runs
+from tests.reporting.plots.drawn import eval_row, labels, line
 
 
-def test_reward_is_averaged_over_the_last_iterations():
-    figure = curves.reward_curve(rewards([0.0] * 10 + [1.0] * 5))
-    smooth = line(figure, f"mean of the last {style.SMOOTHING}").get_ydata()
-    assert smooth[9] == 0.0
-    assert smooth[10] == pytest.approx(0.1)
-    assert smooth[14] == pytest.approx(0.5)
-    assert list(line(figure, "each iteration").get_ydata()) == [0.0] * 10 + [1.0] * 5
-    assert len(figure.axes[0].collections) == 0
-
-
-def test_reward_has_a_band_where_its_spread_was_logged():
-    figure = curves.reward_curve(rewards([0.5, 0.5], reward_std=0.2))
-    (band,) = figure.axes[0].collections
-    height = band.get_paths()[0].vertices[:, 1]
-    assert (height.min(), height.max()) == pytest.approx((0.3, 0.7))
-
-
-def test_mismatch_shows_what_was_logged_on_a_log_axis():
-    history = [
-        {"iteration": 1, "rollout_corr/kl": 0.1, "kv/replay_gap": 0.0},
-        {"iteration": 2, "rollout_corr/kl": -0.02, "kv/replay_gap": 0.0},
-        {"iteration": 3, "rollout_corr/kl": 0.0, "kv/replay_gap": 0.0},
+def history(**metrics):
+    """Return a history in which each metric has these values, one for each iteration."""
+    length = max(map(len, metrics.values()))
+    return [
+        {"iteration": n + 1, **{name: values[n] for name, values in metrics.items() if n < len(values)}}
+        for n in range(length)
     ]
-    figure = curves.mismatch(history)
-    kl, _ = curves.MISMATCHES["rollout_corr/kl"]
-    assert figure.axes[0].get_yscale() == "log"
-    np.testing.assert_array_equal(line(figure, kl).get_ydata(), [0.1, 0.02, np.nan])
-    assert list(line(figure, f"{kl}, negative").get_xdata()) == [2]
-    assert labels(figure) == [kl, f"{kl}, negative", "replay gap: 0 throughout"]
 
 
-def test_a_mismatch_on_a_decade_is_not_drawn_on_the_frame():
-    axes = curves.mismatch([{"iteration": 1, "kv/replay_gap": 1e-6, "rollout_corr/kl": 0.05}]).axes[0]
-    assert axes.get_ylim() == pytest.approx((1e-7, 1e-1))
+def curves_on(axis, **metrics):
+    return CurveSet("Title", "Caption.", "Unit", metrics or {"x": "x"}, axis)
 
 
-def test_sample_sizes_stand_where_they_were_measured():
-    figure = curves.effective_samples(arm_history(0.5, None, 0.05))
-    assert list(line(figure, "tis").get_xdata()) == [1, 3]
-    assert list(line(figure, "tis").get_ydata()) == [0.5, 0.05]
-    assert figure.axes[0].get_ylim() == pytest.approx((0.01, 1.3))
+def drawn(axis, values):
+    return draw_metrics(curves_on(axis), history(x=values)).axes[0]
 
 
-def test_every_measured_correction_is_drawn():
-    row = {"iteration": 1} | {f"kv/arms/{arm}/ess": 0.5 for arm in CORRECTION_WEIGHTS}
-    history = [{**row, "kv/arms/mis/rejected": 0.2, "kv/arms/tis/clipped": 0.1}]
-    assert len(labels(curves.effective_samples(history))) == len(CORRECTION_WEIGHTS)
-    shares = {
-        found.get_label(): found.get_ydata()[0] for found in curves.rejected_tokens(history).axes[0].lines
-    }
-    assert shares == {"tis clips": 0.1, "mis rejects": 0.2}
+def test_the_logged_metrics_are_drawn_in_order_with_their_labels():
+    found = curves_on("free", x="first", y="never logged", z="third")
+    axes = draw_metrics(found, history(x=[1.0, 2.0], z=[3.0])).axes[0]
+    drawn = {one.get_label(): (list(one.get_xdata()), list(one.get_ydata())) for one in axes.lines}
+    assert drawn == {"first": ([1, 2], [1.0, 2.0]), "third": ([1], [3.0])}
+    assert axes.get_ylabel() == "Unit"
+    assert axes.get_legend() is not None
 
 
-def test_a_correction_that_keeps_no_sample_is_left_out_of_a_log_axis():
-    figure = curves.effective_samples(arm_history(0.5, 0.0))
-    assert figure.axes[0].get_ylim()[0] == pytest.approx(0.1)
+def test_a_single_curve_needs_no_legend_but_a_run_always_has_its_name():
+    assert drawn("free", [1.0, 2.0]).get_legend() is None
+    figure = draw_runs(curves_on("free"), "x", {"a": history(x=[1.0]), "b": history(y=[1.0])})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a"]
+
+
+def test_long_curves_have_a_thick_line_of_their_means():
+    thin, thick = drawn("free", [0.0] * 20 + [1.0] * 10).lines
+    assert list(thin.get_ydata()) == [0.0] * 20 + [1.0] * 10
+    assert thick.get_ydata()[24] == pytest.approx(0.5)  # the mean of iterations 16 to 25
+    assert thick.get_linewidth() > thin.get_linewidth()
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "limits"),
+    [
+        ("share", [0.2, 0.3], (0, 1.03)),
+        ("from zero", [50.0, 100.0], (0, 108.0)),
+        ("from zero", [0.0, 0.0], (0, 1.0)),
+        ("percent", [0.01, 0.05], (0, 0.054)),
+        ("percent", [0.0, 0.0], (0, 0.01)),
+        ("log", [0.02, 0.3], (0.01, 1.0)),
+        ("log", [1e-6, 0.05], (1e-7, 1e-1)),
+        ("log percent", [0.5, 0.0], (0.1, 1.0)),
+    ],
+)
+def test_axes_begin_where_their_unit_does(axis, values, limits):
+    assert drawn(axis, values).get_ylim() == pytest.approx(limits)
+
+
+def test_on_a_log_axis_zeros_are_gaps_and_only_zeros_a_remark():
+    logged = history(x=[0.1, 0.0], y=[0.0, 0.0], z=[0.0, -0.1])
+    axes = draw_metrics(curves_on("log", x="x", y="y", z="z"), logged).axes[0]
+    np.testing.assert_array_equal(axes.lines[0].get_ydata(), [0.1, np.nan])
+    assert [line.get_label() for line in axes.lines] == ["x", "y: 0 throughout", "z: negative, not drawn"]
+
+
+@pytest.mark.parametrize("n_iterations", [1, 2, 100])
+def test_iterations_have_integer_ticks(n_iterations):
+    axes = drawn("free", [0.5] * n_iterations)
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_values_are_drawn_in_the_unit_of_the_axis():
+    cache = CurveSet("Cache", "", "MiB", {"kv/bytes": "cache"}, "from zero", scale=2**-20)
+    figure = draw_runs(cache, "kv/bytes", {"a": history(**{"kv/bytes": [2.0**21]})})
+    assert list(figure.axes[0].lines[0].get_ydata()) == [2.0]
+
+
+def test_equal_curves_of_two_runs_both_show():
+    same = history(x=[1.0, 2.0])
+    first, second = draw_runs(curves_on("free"), "x", {"a": same, "b": same}).axes[0].lines
+    assert (first.get_color(), second.get_color()) == (style.BLUE, style.VERMILLION)
+    assert first.get_linestyle() == "-"
+    assert second.get_linestyle() == "--"
+
+
+def test_one_curve_of_several_that_the_caption_names_has_a_legend():
+    several = draw_metrics(curves_on("free", x="x", y="y"), history(x=[1.0, 2.0])).axes[0]
+    alone = draw_metrics(curves_on("free", x="x"), history(x=[1.0, 2.0])).axes[0]
+    assert [text.get_text() for text in several.get_legend().get_texts()] == ["x"]
+    assert alone.get_legend() is None
+
+
+def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
+    sets = [one for section in curves.CURVES.values() for one in section]
+    assert all(one.caption.endswith(".") and one.y_label for one in sets)
+    names = [name for one in sets for name in one.metrics]
+    assert len(set(names)) == len(names)
+
+
+def test_every_correction_has_its_curve():
+    assert [*curves.CORRECTION_STYLES] == [*CORRECTION_WEIGHTS]
+    drawn = [name for one in curves.CURVES["Mismatch"] for name in one.metrics if name.endswith("/ess")]
+    assert drawn == [f"kv/arms/{name}/ess" for name in CORRECTION_WEIGHTS]
+
+
+def test_the_curves_of_reward_and_mismatch_are_drawn_by_name():
+    assert labels(curves.reward_curve(history(reward=[0.5, 1.0], reward_std=[0.1]))) == [
+        "mean",
+        "std in a group",
+    ]
+    assert labels(curves.mismatch(history(**{"kv/replay_gap": [0.0]}))) == ["replay gap: 0 throughout"]
 
 
 def test_accuracy_is_drawn_in_the_order_of_budgets_and_dense_as_a_level():
@@ -90,26 +144,6 @@ def test_accuracies_have_their_wilson_intervals():
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.9630, 1.0), abs=1e-4)
 
 
-def test_proxy_and_gold_share_their_iterations_on_axes_of_their_own():
-    history = [
-        {"iteration": index + 1, "rewards/learned": float(index), "rewards/exact_match": 0.5}
-        for index in range(4)
-    ]
-    figure = curves.proxy_and_gold(history)
-    gold, proxy = figure.axes
-    assert list(gold.lines[0].get_ydata()) == [0.5] * 4
-    assert list(proxy.lines[0].get_ydata()) == [0.0, 1.0, 2.0, 3.0]
-    assert list(proxy.lines[1].get_ydata()) == [0.0, 0.5, 1.0, 1.5]  # the mean so far
-    assert list(proxy.lines[0].get_xdata()) == list(gold.lines[0].get_xdata()) == [1, 2, 3, 4]
-    assert labels(figure) == ["gold, left axis", "proxy, right axis"]
-
-
-def test_preferences_without_a_verifier_have_a_proxy_only():
-    figure = curves.proxy_and_gold([{"iteration": 1, "rewards/learned": 2.0}])
-    assert list(figure.axes[1].lines[0].get_ydata()) == [2.0]
-    assert labels(figure) == ["proxy, right axis"]
-
-
 def test_reliability_draws_what_was_observed_against_what_was_predicted():
     axes = curves.reliability([0.04, 0.5, 0.97], [0.0, 0.25, 1.0], [6, 4, 10]).axes[0]
     diagonal, head = axes.lines
@@ -124,54 +158,3 @@ def test_reliability_bars_stand_in_their_bins():
     bars = curves.reliability([0.09, 0.11, 1.0], [0.0, 0.5, 1.0], [1, 1, 1]).axes[0].patches
     centres = [bar.get_x() + bar.get_width() / 2 for bar in bars]
     assert centres == pytest.approx([0.05, 0.15, 0.95])
-
-
-MIB = 2**20
-
-
-def row(iteration, **others):
-    times = {"time/rollout": 3.0, "time/score": 1.0, "time/reward": 0.5, "time/update": 2.0}
-    return {"iteration": iteration, **times, **others}
-
-
-def phases(history):
-    """Return the values and the baseline of each phase."""
-    return {
-        patch.get_label(): (patch.get_data().values, patch.get_data().baseline)
-        for patch in curves.time_per_phase(history).axes[0].patches
-    }
-
-
-def test_phases_stand_on_one_another_and_diagnostics_on_top():
-    history = [row(1, **{"time/diagnostics/cache": 0.25, "time/diagnostics/mismatch": 0.5}), row(2)]
-    found = phases(history)
-    assert list(found) == ["rollout", "score", "reward", "update", "diagnostics"]
-    tops, bottoms = found["update"]
-    assert (list(bottoms), list(tops)) == ([4.5, 4.5], [6.5, 6.5])
-    assert list(found["diagnostics"][0]) == [7.25, 6.5]
-
-
-def test_an_iteration_without_the_measurement_is_a_gap():
-    tops, _ = phases([row(1), {"iteration": 2, "time/update": 2.0}, row(3)])["rollout"]
-    np.testing.assert_array_equal(tops, [3.0, np.nan, 3.0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "label"), [("peak", "MiB allocated at most"), ("resident_peak", "MiB resident at most")]
-)
-def test_peaks_are_drawn_in_mebibytes_and_named_for_what_they_are(kind, label):
-    history = [
-        row(i, **{f"memory/rollout/{kind}": 4.0 * MIB, f"memory/update/{kind}": i * MIB}) for i in (1, 2)
-    ]
-    axes = curves.memory_per_phase(history).axes[0]
-    assert axes.get_ylabel() == label
-    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
-        "rollout": [4.0, 4.0],
-        "update": [1.0, 2.0],
-    }
-
-
-def test_stages_are_bars_of_their_seconds():
-    axes = curves.time_per_stage({"sft": 95.0, "rl": 12.5}).axes[0]
-    assert [bar.get_width() for bar in axes.patches] == [95.0, 12.5]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["sft", "rl"]

@@ -3,7 +3,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import CONF_DIR
-from lit_rlkv.reporting.facts import differing, run_facts
+from lit_rlkv.reporting.describe import differing, run_facts
 
 
 def facts_of(*overrides, environments=(), seconds=()):
@@ -32,9 +32,9 @@ def test_the_default_run_is_described_by_its_config():
     facts = facts_of("seed=7")
     assert facts == {
         "Task": "ChainSum(n_terms=5, max_operand=9)",
-        "Model": "tiny_qwen3, from scratch: 3 layers of 4 KV heads, width 128",
+        "Model": "tiny_qwen3 from random weights, 3 layers, 4 KV heads, 128 wide",
         "Arm": "smd: exact replay and Shadow Mask Distillation",
-        "Algorithm": "grpo, 8 responses to a prompt",
+        "Algorithm": "grpo, 130 iterations of 32 prompts × 8 responses",
         "Cache": "random 16+5 (budget + interval slots)",
         "Seed": "7",
     }
@@ -82,7 +82,7 @@ def test_what_a_config_or_an_environment_leaves_out_is_left_out_of_its_facts():
     facts = run_facts(config, [*starts, *starts], {})
     assert facts == {
         "Task": "n_terms=3, is_short=true",
-        "Model": "model, from scratch: 2 layers",
+        "Model": "model from random weights, 2 layers",
         "Device": "cpu",
     }
     config["algorithm"] = {"advantage": {"estimator": "grpo"}}
