@@ -1,17 +1,15 @@
 """Endpoint: the score of an HTTP service, from a POST with a limit on its total time."""
 
+import asyncio
 import json
 import os
-import socket
-import urllib.request
+import ssl
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from http.client import HTTPConnection, HTTPSConnection
-from threading import Timer
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
+
+import httpx
 
 from lit_rlkv.rewards.functions.base import SlowFunction
 from lit_rlkv.rewards.graders import MAX_BYTES, Grader, NonRetryableError, Question, Threads
@@ -72,128 +70,54 @@ class _Service:
     def __init__(self, url: str, token: str | None, timeout_s: float | int) -> None:
         self._url = url
         self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._posts: set[_Post] = set()
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._certificates = ssl.create_default_context()  # takes a while, so all requests share it
+        self._pending: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[bytes]]] = set()
         self._is_closed = False
 
     def ask(self, question: Question) -> Any:
-        post = _Post(self._url, json.dumps(question).encode(), self._headers, method="POST")
-        self._posts.add(post)
-        try:
-            if self._is_closed:
-                raise NonRetryableError("the reward functions are closed")
-            body = post.send(self._timeout_s)
-        except HTTPError as error:
-            with error:
-                message = f"{_without_secrets(self._url)} answered {error.code} {error.reason}"
-            is_final = error.code < 500 and error.code not in _RETRYABLE_STATUS
-            raise (NonRetryableError if is_final else RuntimeError)(message) from None
-        except URLError as error:
-            raise RuntimeError(f"{_without_secrets(self._url)}: {error.reason}") from error
-        finally:
-            self._posts.discard(post)
+        shown = _without_secrets(self._url)
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            pending = loop, loop.create_task(self._post(question))
+            self._pending.add(pending)
+            try:
+                if self._is_closed:
+                    raise NonRetryableError("the reward functions are closed")
+                # Of the whole request: a service may send a byte at a time.
+                body = runner.run(asyncio.wait_for(pending[1], self._timeout_s))
+            except (TimeoutError, asyncio.CancelledError):
+                raise TimeoutError(f"no complete response within {self._timeout_s:g} seconds") from None
+            except httpx.HTTPError as error:
+                raise RuntimeError(f"{shown}: {error.__cause__ or error}") from None
+            finally:
+                self._pending.discard(pending)
         answer = json.loads(body)
         return answer["reward"] if isinstance(answer, dict) and "reward" in answer else answer
 
+    async def _post(self, question: Question) -> bytes:
+        async with (
+            httpx.AsyncClient(verify=self._certificates, headers=self._headers, timeout=None) as client,
+            client.stream("POST", self._url, json=question) as response,
+        ):
+            if not response.is_success:
+                is_final = response.status_code < 500 and response.status_code not in _RETRYABLE_STATUS
+                said = f"answered {response.status_code} {response.reason_phrase}"
+                raise (NonRetryableError if is_final else RuntimeError)(
+                    f"{_without_secrets(self._url)} {said}"
+                )
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > MAX_BYTES:
+                    raise NonRetryableError(f"the response must have at most {MAX_BYTES} bytes")
+            return bytes(body)
+
     def close(self) -> None:
         self._is_closed = True
-        for post in list(self._posts):
-            post.end()
-
-
-class _Post(urllib.request.Request):
-    """A request that can be ended at any time, however slowly the service sends its response."""
-
-    _connection: "_Connection | None" = None
-    _is_ended = False
-
-    def send(self, timeout_s: float | int) -> bytes:
-        """Return the body of the response.
-
-        Raises:
-            HTTPError, URLError: as urllib does.
-            NonRetryableError: the response is too long.
-            TimeoutError: it was not complete in time, or `end` was called.
-        """
-        # The timeout of a socket alone starts anew with every byte.
-        timer = Timer(timeout_s, self.end)
-        timer.daemon = True
-        timer.start()
-        cause: Exception | None = None
-        try:
-            with _OPENER.open(self, timeout=timeout_s) as response:
-                body: bytes = response.read(MAX_BYTES + 1)
-        except HTTPError:
-            raise
-        except Exception as error:
-            if not self._is_ended:
-                raise
-            cause = error
-        finally:
-            timer.cancel()
-        if self._is_ended:  # what was read until then may look complete
-            raise TimeoutError(f"no complete response within {timeout_s:g} seconds") from cause
-        if len(body) > MAX_BYTES:
-            raise NonRetryableError(f"the response must have at most {MAX_BYTES} bytes")
-        return body
-
-    def end(self) -> None:
-        """Shut the connection down; safe to call from any thread."""
-        self._is_ended = True
-        if self._connection is not None:
-            self._connection.shut()
-
-    def connect(self, kind: "type[_Connection]", host: str, **options: Any) -> "_Connection":
-        """Return the connection for urllib to use."""
-        self._connection = kind(host, **options)
-        if self._is_ended:
-            self._connection.shut()
-        return self._connection
-
-
-class _Connection(HTTPConnection):
-    """A connection that keeps its socket after urllib has handed it on to the response."""
-
-    _opened: socket.socket | None = None
-    _is_shut = False
-
-    def connect(self) -> None:
-        super().connect()
-        self._opened = self.sock
-        if self._is_shut:
-            raise TimeoutError("the connection was shut down before it was open")
-
-    def shut(self) -> None:
-        self._is_shut = True
-        for opened in (self.sock, self._opened):
-            if opened is not None:
-                with suppress(OSError):
-                    # Not SSLSocket.shutdown, which would take the state from under a reader.
-                    socket.socket.shutdown(opened, socket.SHUT_RDWR)
-
-
-class _SecureConnection(_Connection, HTTPSConnection):
-    pass
-
-
-class _Handler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    def http_open(self, req: Any) -> Any:
-        return self.do_open(partial(req.connect, _Connection), req)
-
-    def https_open(self, req: Any) -> Any:
-        return self.do_open(partial(req.connect, _SecureConnection), req)
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Only the address in the config is asked."""
-
-    def redirect_request(self, *args: Any, **options: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect, _Handler)
+        for loop, task in list(self._pending):
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
 
 
 def _is_address(url: str) -> bool:

@@ -116,7 +116,7 @@ def test_close_ends_pending_requests(server):
 def test_a_response_that_is_not_json_and_a_missing_server_are_errors(server):
     with pytest.raises(Exception, match="Expecting value"):
         score(Endpoint(url=server.url, retries=0), "words")
-    with pytest.raises(Exception, match=r"127\.0\.0\.1:1/: .*refused"):
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:1/: .*(refused|failed)"):
         score(Endpoint(url="http://127.0.0.1:1/", retries=0), "?")
 
 
