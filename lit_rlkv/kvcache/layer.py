@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lit_rlkv.kernels.backend import to_autocast_dtype
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import choose_survivors, evict, take_slots
-from lit_rlkv.kernels.shadow_attention import shadow_attention
+from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.prompt_attention import prompt_attention
 from lit_rlkv.kvcache.recent_queries import RecentQueries
@@ -41,6 +41,7 @@ class SlotLayer(CacheLayerMixin):
         # garbage collection.
         self.cache: SlotCache = weakref.proxy(cache)
         self.scaling = 1.0
+        self.sink: Float[Tensor, "kv_head group"] | None = None
         self.filled_by: Prefill | None = None
         self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
@@ -99,12 +100,14 @@ class SlotLayer(CacheLayerMixin):
         value: Float[Tensor, "batch kv_head seq dim_v"],
         scaling: float,
         softcap: float | None = None,
+        sink: Float[Tensor, " head"] | None = None,
     ) -> Float[Tensor, "batch head seq dim_v"]:
         """Write the new keys, and return the attention of the queries over the cached keys.
 
         At prefill the attention is dense, and the keys that fit the budget are written after it.
         """
         self.scaling = scaling
+        self.sink = None if sink is None else sink.view(key.shape[1], -1)
         # Rotated keys are float32; the cache holds them in the dtype that the learner's attention casts to.
         query, key, value = to_autocast_dtype(query, key, value)
         step = self._decode if self.cache.incoming is None else self._prefill
@@ -117,7 +120,7 @@ class SlotLayer(CacheLayerMixin):
         """Attend densely over the prompts, then write at most `budget` keys of each to the pool."""
         incoming, policy = self._begin(), self.cache.policy
         evicted_at = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()
-        out = shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
+        out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
             self._allocate(packed, key, value)
@@ -129,7 +132,7 @@ class SlotLayer(CacheLayerMixin):
         if policy is not None and policy.tracks_attention is not None:
             last_only = policy.tracks_attention == "last"
             attention = prompt_attention(
-                packed, key, incoming.is_prompt, scaling, softcap, last_only=last_only
+                packed, key, incoming.is_prompt, scaling, softcap, self.sink, last_only=last_only
             )
         if self.recent_queries is not None:
             self.recent_queries.write_prompts(incoming.rows, packed)
@@ -258,6 +261,7 @@ class SlotLayer(CacheLayerMixin):
             cache.n_live,
             scaling,
             softcap=softcap,
+            sink=self.sink,
             received=None if self.attention is None else self.attention[:, :, read],
             accumulates=policy is not None and policy.tracks_attention == "sum",
             n_splits=cache.n_splits,

@@ -14,6 +14,7 @@ def prompt_attention(
     is_prompt: Bool[Tensor, "batch prompt"],
     scaling: float,
     softcap: float | None,
+    sink: Float[Tensor, "kv_head group"] | None = None,
     *,
     last_only: bool,
 ) -> Float[Tensor, "batch kv_head prompt"]:
@@ -30,7 +31,11 @@ def prompt_attention(
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap
         is_seen = is_prompt[:, None] & (column <= block[:, None])
-        probs = logits.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1)
+        logits = logits.masked_fill(~is_seen[:, None, None], -torch.inf)
+        if sink is not None:  # it takes a share, and receives nothing
+            own = sink.float()[None, :, :, None, None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, own], dim=-1)
+        probs = logits.softmax(-1)[..., :n_columns]
         is_query = is_prompt[:, None, None, block][..., None]
         received += probs.masked_fill(~is_query, 0.0).sum(dim=3).mean(dim=2)
     return received

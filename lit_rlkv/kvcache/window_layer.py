@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import take_slots
-from lit_rlkv.kernels.shadow_attention import shadow_attention
+from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kvcache.layer import SlotLayer
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class WindowLayer(SlotLayer):
         """Attend within the window over the prompts, then write the last `window` keys of each."""
         incoming = self._begin()
         evicted_at = self._expiry(key.shape[2], key.device).where(incoming.is_prompt[:, None], 0)
-        out = shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
+        out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
         if self.keys is None:
             shape = (self.cache.n_rows, key.shape[1], self.window)
             self.keys, self.values = (each.new_zeros(*shape, each.shape[3]) for each in (key, value))
@@ -64,6 +64,7 @@ class WindowLayer(SlotLayer):
             n_tokens.clamp(max=self.window),
             scaling,
             softcap=softcap,
+            sink=self.sink,
             n_splits=cache.n_splits,
         )
         return out.reshape(len(key), -1, 1, value.shape[-1])

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_rlkv.kernels.shadow_attention import SlotPlan, shadow_attention
+from lit_rlkv.kernels.shadow_attention import SlotPlan, replayed_attention
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.models.flat_tokens import FlatTokens
 
@@ -20,7 +20,7 @@ ATTENTION_NAME = "lit_rlkv"
 Probe = Callable[[int, Tensor, Tensor, float, float | None], None]
 """Called at replay with the index of a layer, its rotated queries and keys, scaling and softcap."""
 
-NOT_REPLAYED = ("s_aux", "position_bias", "head_mask")
+NOT_REPLAYED = ("position_bias", "head_mask")
 """Attention arguments that change the softmax in some models; they are not supported."""
 
 
@@ -38,6 +38,7 @@ def attention_forward(
     plan: SlotPlan | None = None,
     probe: Probe | None = None,
     flat: FlatTokens | None = None,
+    s_aux: Float[Tensor, " head"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.
@@ -49,13 +50,14 @@ def attention_forward(
         plan: made from `evicted_at`; saves work in the kernels.
         probe: called at replay; does not change the output.
         flat: (learner) queries, keys and values are a flat sequence of the tokens of `evicted_at`'s rows.
+        s_aux: attention sink: a logit of each head in the softmax, without a value.
 
     Raises:
         ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
     """
     if slot_cache is None and evicted_at is None:
-        if softcap is not None:
-            return _capped_attention(query, key, value, attention_mask, scaling, softcap), None
+        if softcap is not None or s_aux is not None:
+            return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for name in NOT_REPLAYED:
         if kwargs.get(name) is not None:
@@ -67,7 +69,7 @@ def attention_forward(
         window, expected = kwargs.get("sliding_window"), slot_cache.windows[cast(int, module.layer_idx)]
         if window is not None and window != expected:
             raise ValueError(f"{type(module).__name__} slides a window of {window} keys, not of {expected}")
-        out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap)
+        out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap, s_aux)
     else:
         layer: int = module.layer_idx  # type: ignore[assignment]
         assert evicted_at is not None
@@ -76,7 +78,12 @@ def attention_forward(
         if probe is not None:
             probe(layer, query, key, scaling, softcap)
         attend = partial(
-            shadow_attention, evicted_at=layer_evicted_at, scaling=scaling, softcap=softcap, plan=layer_plan
+            replayed_attention,
+            evicted_at=layer_evicted_at,
+            scaling=scaling,
+            softcap=softcap,
+            plan=layer_plan,
+            sink=s_aux,
         )
         out = attend(query, key, value) if flat is None else flat.attend(attend, query, key, value)
     return out.transpose(1, 2).contiguous(), None
@@ -91,32 +98,39 @@ def _attend_to_cache(
     value: Tensor,
     scaling: float,
     softcap: float | None,
+    sink: Tensor | None,
 ) -> Tensor:
     """Run a layer's attention over the cache outside of torch.compile, which cannot trace its state."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap)
+    return slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap, sink)
 
 
-def _capped_attention(
+def _plain_attention(
     query: Float[Tensor, "batch head seq dim"],
     key: Float[Tensor, "batch kv_head slot dim"],
     value: Float[Tensor, "batch kv_head slot dim_v"],
     attention_mask: Tensor | None,
     scaling: float | None,
-    softcap: float,
+    softcap: float | None,
+    sink: Float[Tensor, " head"] | None,
 ) -> Float[Tensor, "batch seq head dim_v"]:
-    """Return attention with softcapped logits as the model's own code computes it; SDPA has no softcap."""
+    """Return attention with softcapped logits or a sink as the model's own code has it; SDPA has neither."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     logits = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    logits = (logits / softcap).tanh() * softcap
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
     if attention_mask is None:  # transformers passes no mask for plain causal attention
         n_queries, n_keys = logits.shape[-2:]
         attention_mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril(
             n_keys - n_queries
         )
     logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
-    probs = logits.softmax(-1, dtype=torch.float32).to(value.dtype)
+    if sink is not None:
+        logits = torch.cat(
+            [logits, sink.to(logits)[None, :, None, None].expand(*logits.shape[:-1], 1)], dim=-1
+        )
+    probs = logits.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : value.shape[-2]]
     return (probs @ value).transpose(1, 2).contiguous()
 
 

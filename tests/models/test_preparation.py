@@ -11,7 +11,6 @@ from transformers import (
     DiffLlamaConfig,
     FalconMambaConfig,
     GPT2Config,
-    GptOssConfig,
     Lfm2Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -42,7 +41,6 @@ def test_a_supported_family_is_returned_itself(family: str):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GptOssConfig(**SIZE, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "passes 's_aux'"),
         (DiffLlamaConfig(**SIZE), "a layer attends twice in one forward"),
         (
             FalconMambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2, state_size=4),
@@ -148,7 +146,7 @@ def without_cap(attend: Callable[..., Any]) -> Callable[..., Any]:
 IN_PREFILL = (SlotLayer, "_prefill")
 IN_DECODING = (SlotLayer, "_decode")
 IN_CACHE = (SlotLayer, "attend")
-IN_REPLAY = (attention, "shadow_attention")
+IN_REPLAY = (attention, "replayed_attention")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ softmax-weighted mean, peak and total, and a second kernel merges them in the or
 `n_splits` their number depends on the device and on shapes, the number of rows among them. There are no
 atomics, so results are deterministic.
 
+A sink is a logit without a key: the running peak and total of the first split begin with it.
+
 Logits are in units of log 2, for exp2. Scratch: logits [pair, group, slot], outputs of the splits
 [pair, split, group, dim_v], peaks and totals [pair, split, group].
 """
@@ -29,7 +31,7 @@ from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
 from lit_rlkv.kernels.decode_attention.launch import next_power_of_2, padded, plan, shared_block
 from lit_rlkv.kernels.triton_functions import tanh
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def _write_received(
 @triton.jit
 @no_type_check
 def _attend(
-    query, keys, values, n_live, out, logits, peaks, totals, received,
+    query, keys, values, n_live, sinks, out, logits, peaks, totals, received,
     query_row, query_kv, query_head, key_row, key_kv, key_slot, value_row, value_kv, value_slot,
     n_live_row, received_row, received_kv, received_slot, logit_step, n_slots, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
@@ -105,6 +107,11 @@ def _attend(
 
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS, BLOCK], tl.float32)  # summed over its columns once, at the end
+    if sinks is not None:  # as a first key without a value, of the first split
+        has_sink = is_head & (split == 0)
+        sink = tl.load(sinks + kv_head * GROUP + heads, mask=has_sink, other=float("-inf"))
+        peak = sink * LOG2_E
+        total = tl.where(has_sink[:, None] & (block == 0)[None, :], 1.0, total)
     mean = tl.zeros([HEADS, DIMS_V], tl.float32)
     for start in range(first, end, BLOCK):
         slots = start + block
@@ -203,8 +210,9 @@ def _merge(
 
 @on_tensor_device
 def decode_attention(
-    query, keys, values, n_live, scaling, *, softcap=None, received=None, accumulates=False, n_splits=None
-):
+    query, keys, values, n_live, scaling, *, softcap=None, sink=None, received=None, accumulates=False,
+    n_splits=None,
+):  # fmt: skip
     """Run `reference.decode_attention` in Triton."""
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
     launch = plan(query, keys, values, n_splits)
@@ -219,6 +227,7 @@ def decode_attention(
     peaks, totals = scratch(n_pairs, launch.n_splits, group), scratch(n_pairs, launch.n_splits, group)
     means = scratch(n_pairs, launch.n_splits, group, dim_v) if is_split else out
     logit_step = triton.cdiv(n_slots, 16) * 16  # aligns rows of logits for vector loads
+    sink = None if sink is None else sink.float().contiguous()
     logits = None if received is None else scratch(n_pairs, group, logit_step)
     received_strides = (0, 0, 0) if received is None else received.stride()
     places = (n_live.stride(0), *received_strides, logit_step, n_slots)
@@ -226,10 +235,10 @@ def decode_attention(
     precision = "ieee" if query.dtype == torch.float32 else "tf32"  # float32 inputs without TF32
     sizes |= {"N_SPLITS": launch.n_splits, "SHARED_HEADS": next_power_of_2(group), "ACCUMULATES": accumulates}
     _attend[n_pairs, launch.n_splits](
-        query, keys, values, n_live, means, logits, peaks, totals, None if is_split else received,
+        query, keys, values, n_live, sink, means, logits, peaks, totals, None if is_split else received,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *places,
-        scaling * LOG2_E if softcap is None else scaling / softcap,
-        None if softcap is None else softcap * LOG2_E,
+        scaling * LOG2_E.value if softcap is None else scaling / softcap,
+        None if softcap is None else softcap * LOG2_E.value,
         DIM=dim, HEADS=padded(group), DIMS=padded(dim), BLOCK=launch.block,
         SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision,
         num_warps=launch.n_warps, num_stages=launch.n_stages, **sizes,

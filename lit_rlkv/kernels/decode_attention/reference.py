@@ -13,6 +13,7 @@ def decode_attention(
     scaling: float,
     *,
     softcap: float | None = None,
+    sink: Float[Tensor, "kv_head group"] | None = None,
     received: Float32[Tensor, "batch kv_head slot"] | None = None,
     accumulates: bool = False,
     n_splits: int | None = None,
@@ -24,6 +25,7 @@ def decode_attention(
 
     Args:
         softcap: logits become softcap · tanh(logits / softcap) before the softmax.
+        sink: a logit of each query head that takes its share of the softmax and has no value.
         received: written in place: the probability that each slot received, as the mean over the query heads
             of its group; 0 in unused slots.
         accumulates: add to `received` instead of overwriting it; the newest key, in slot n_live - 1, starts
@@ -36,7 +38,12 @@ def decode_attention(
     logits = (query @ keys.transpose(-1, -2)).float() * scaling
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
-    probs = logits.masked_fill(is_unused[:, :, None], -torch.inf).softmax(-1)
+    logits = logits.masked_fill(is_unused[:, :, None], -torch.inf)
+    if sink is None:
+        probs = logits.softmax(-1)
+    else:
+        own = sink.float()[None, :, :, None].expand(len(logits), -1, -1, 1)
+        probs = torch.cat([logits, own], dim=-1).softmax(-1)[..., :-1]
     # Already 0, except in a row without any key, whose softmax is NaN.
     probs = probs.masked_fill(is_unused[:, :, None], 0.0)
     if received is not None:

@@ -10,7 +10,7 @@ from lit_rlkv.kernels.shadow_attention import reference
 from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, plan_slots
 from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
-__all__ = ["SlotPlan", "plan_slots", "shadow_attention", "shadow_attention_with_lse"]
+__all__ = ["SlotPlan", "plan_slots", "replayed_attention", "shadow_attention", "shadow_attention_with_lse"]
 
 
 def _load_kernels() -> ModuleType:
@@ -27,3 +27,20 @@ shadow_attention = with_triton(reference.shadow_attention, _load_kernels, chosen
 shadow_attention_with_lse = with_triton(
     reference.shadow_attention_with_lse, _load_kernels, chosen_by="query", fits=_fits
 )
+
+
+def replayed_attention(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, sink: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return `shadow_attention`, whose softmax also has a logit without a value for each head.
+
+    With a sink s it is out · exp(lse) / (exp(lse) + exp(s)), so that the kernels need no case of their own.
+
+    Args:
+        sink: a logit of each query head; None: none. Gradients flow to it.
+    """
+    if sink is None:
+        return shadow_attention(query, key, value, *args, **options)
+    out, lse = shadow_attention_with_lse(query, key, value, *args, **options)
+    share = (lse - sink.flatten()[:, None]).sigmoid()
+    return out * share[..., None].to(out.dtype)

@@ -1,0 +1,38 @@
+"""gpt-oss: attention sinks, sliding windows and experts under an evicting cache."""
+
+import pytest
+import torch
+from transformers import GptOssConfig
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models import attention, prepare_backbone, replay_logps
+from lit_rlkv.rollout import generate
+from tests.models_zoo import SIZE, build, ragged_prompts
+
+
+def gpt_oss():
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
+    model = build(GptOssConfig(**SIZE, **sizes, max_position_embeddings=128, eos_token_id=None))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.copy_(torch.linspace(-1, 3, 4))
+    return model
+
+
+@pytest.mark.parametrize("policy", ["dense", "h2o", "snapkv", "tova"])
+def test_replay_is_exact(policy):
+    model = prepare_backbone(gpt_oss())
+    input_ids, mask = ragged_prompts()
+    cache = CacheSpec(policy, budget=8, interval=3, sink=1, window=2)
+    rollout = generate(
+        model, input_ids, mask, cache=cache, max_new_tokens=20, eos_token_id=None, pad_token_id=0,
+        record_routing=True,
+    )  # fmt: skip
+    assert (replay_logps(model, rollout) - rollout.rollout_logps).abs().max() < 1e-4
+
+
+def test_loading_catches_a_sink_that_is_left_out(monkeypatch):
+    own = attention.replayed_attention
+    monkeypatch.setattr(attention, "replayed_attention", lambda *args, sink, **options: own(*args, **options))
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        prepare_backbone(gpt_oss())
