@@ -85,7 +85,3 @@ def test_what_a_config_or_an_environment_leaves_out_is_left_out_of_its_facts():
         "Model": "model from random weights, 2 layers",
         "Device": "cpu",
     }
-    config["algorithm"] = {"advantage": {"estimator": "grpo"}}
-    starts[0]["device"] |= {"n_threads": 2}
-    facts = run_facts(config, starts, {})
-    assert (facts["Algorithm"], facts["Device"]) == ("grpo", "cpu, threads: 2")

@@ -14,7 +14,6 @@ from lit_rlkv.reporting.progress import (
     StepProgressBar,
     format_fields,
     say,
-    stderr_console,
     track,
 )
 
@@ -201,11 +200,6 @@ def test_numbers_beside_the_bar_are_short():
         format_fields({"loss": 0.123456, "tokens": 12345, "arm": "smd"})
         == "loss 0.123  tokens 12,345  arm smd"
     )
-
-
-def test_everything_shares_one_console_on_stderr():
-    assert stderr_console() is stderr_console()
-    assert stderr_console().stderr
 
 
 def test_brackets_and_colons_of_users_are_no_markup():

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -23,7 +25,7 @@ FILE_NAME = "wandb.json"
 """File in the run's folder with the id of the W&B run."""
 FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
-INIT_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
 HIDDEN = re.compile(
     "gradient/(loss|policy)/layer_.+|kv/layer_kl/.+|kv/ratio_seq_.+|"
     "rollout_corr/(log_ppl_diff|rollout_is_seq)_.+|rollout_corr/(rollout|training)_log_ppl"
@@ -149,8 +151,23 @@ class WandbRun(RunLogger):
 
     def close(self, is_complete: bool) -> str | None:
         is_offline = self.run.offline
-        self.run.finish(exit_code=0 if is_complete else 1)
+        try:
+            self.run.finish(exit_code=0 if is_complete else 1)
+        except Exception:
+            self._end_service()  # else wandb uses it again at exit, and fails or waits
+            raise
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None
+
+    def _end_service(self) -> None:
+        """Stop wandb's service process, for at most TEARDOWN_TIMEOUT_S, as it waits for uploads."""
+
+        def end() -> None:
+            with suppress(Exception):  # such as a service that is gone
+                self._wandb.teardown()
+
+        ending = Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(TEARDOWN_TIMEOUT_S)
 
     def _remove_offline_parts(self) -> bool:
         """Remove earlier offline parts of this run; return True if some were uploaded, which stay."""
@@ -180,7 +197,7 @@ class WandbRun(RunLogger):
             if self.offline:
                 raise
             log.warning("W&B is not reachable; this run is logged offline in its folder: %s", error)
-            self._wandb.teardown()  # its service keeps the id in use
+            self._end_service()  # it keeps the id in use
             return self._init_in("offline", run_id)
 
     def _init_in(self, mode: Mode | None, run_id: str) -> Any:

@@ -156,16 +156,6 @@ def test_a_resumed_run_hides_what_was_done_after_its_checkpoint(tmp_path):
     assert seen == [(1, pytest.approx(0.1)), (2, pytest.approx(0.2)), (3, pytest.approx(0.9))]
 
 
-def test_a_run_that_begins_again_hides_what_it_had_done(tmp_path):
-    for value in (0.1, 0.9):  # killed before there was a checkpoint
-        logger = opened(tmp_path)
-        logger.scalars({"reward": value}, place(1))
-        logger.close(is_complete=False)
-        wait_for_the_next_second()
-    seen = [(event.step, event.value) for event in events(tmp_path).Scalars("reward")]
-    assert seen == [(1, pytest.approx(0.9))]
-
-
 def test_a_missing_package_is_named_before_work(monkeypatch):
     monkeypatch.setattr(lightning_loggers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'pip install -e "\.\[tensorboard\]"'):

@@ -1,6 +1,9 @@
 """W&B without an account: contents of an offline run, and resumes."""
 
+import os
+import subprocess
 import sys
+import textwrap
 
 import pytest
 import wandb
@@ -146,10 +149,36 @@ def test_only_an_id_of_wandb_is_taken_from_the_folder(tmp_path):
     assert logger.run.id != "../*"
 
 
-def test_another_folder_is_another_run(tmp_path):
-    opened(tmp_path / "a").close(is_complete=True)
-    opened(tmp_path / "b").close(is_complete=True)
-    assert finished_runs(tmp_path / "a")[0].id != finished_runs(tmp_path / "b")[0].id
+KILLS_SERVICE = """
+    import os, signal, sys
+    from pathlib import Path
+    sys.path.insert(0, ".")
+    from rich.console import Console
+    from lit_rlkv.reporting.loggers import GuardedLogger
+    from lit_rlkv.reporting.loggers.wandb_run import WandbRun
+    from tests.reporting.loggers.recorded import place, start_in
+
+    logger = WandbRun("tests", offline=True)
+    with GuardedLogger(logger, start_in(Path(sys.argv[1])), Console(quiet=True)) as guarded:
+        service = logger._wandb.setup().ensure_service()._proc
+        os.kill(service._process.pid, signal.SIGKILL)
+        service._process.wait()
+        guarded.send("an iteration", lambda to: to.scalars({"reward": 0.5}, place(1)))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_service_costs_one_warning_and_no_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLS_SERVICE), str(tmp_path)],
+        env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if not line.startswith("wandb: ")]
+    assert (done.returncode, len(said)) == (0, 1), done.stderr
+    assert "gets no more data; the run continues" in said[0]
 
 
 def test_a_missing_wandb_stops_nothing(tmp_path, monkeypatch, caplog, capsys):

@@ -29,9 +29,6 @@ N = NEVER
 TWO_HEADS = make_rollout([[[0, N, 4, N, N, N], [0, 4, 4, N, N, N]]])
 
 
-NOTHING = make_rollout(torch.zeros(1, 1, 3), n_pad=3)
-
-
 def eval_row(cache, budget, accuracy):
     return EvalRow(cache, budget, accuracy, 100, 10.0, 1024, 0.1, 1e-6)
 

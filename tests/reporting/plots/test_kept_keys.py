@@ -8,7 +8,7 @@ from matplotlib.collections import PolyCollection
 from lit_rlkv.reporting.eviction_record import eviction_record, fill_record, lifetimes_record
 from lit_rlkv.reporting.plots import kept_keys, style
 from lit_rlkv.types import Rollout
-from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, N, line, make_rollout
+from tests.reporting.plots.drawn import TWO_HEADS, N, line, make_rollout
 
 
 def test_cache_fill_counts_births_less_evictions():
@@ -108,21 +108,6 @@ def test_ages_are_shares_on_their_own_tokens():
     (medians,) = tables(kept_keys.median_ages(CACHE))[:1]
     assert np.isnan(medians[0, 1])
     assert medians[1].tolist() == [4.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: kept_keys.cache_fill(fill_record(TWO_HEADS)),
-        lambda: drawn_lifetimes(NOTHING, 0),
-        lambda: kept_keys.attention_kept(CACHE),
-        lambda: kept_keys.ages_at_eviction(CACHE),
-        lambda: kept_keys.median_ages(CACHE),
-    ],
-)
-def test_figures_render(draw, tmp_path):
-    draw().savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 def bars(axes):
