@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -59,16 +59,17 @@ class RunReport:
     @property
     def budget(self) -> int | None:
         """Budget of the run's own cache; None if it is dense."""
-        return self._cache_size("budget")
+        return self._evicting_cache.get("budget")
 
     @property
     def interval(self) -> int | None:
         """Interval of the run's own cache; None if it is dense."""
-        return self._cache_size("interval")
+        return self._evicting_cache.get("interval")
 
-    def _cache_size(self, name: str) -> int | None:
+    @property
+    def _evicting_cache(self) -> dict[str, Any]:
         cache = self.config.get("cache", {})
-        return None if cache.get("policy") == "dense" else cache.get(name)
+        return {} if cache.get("policy") == "dense" else cache
 
     @property
     def facts(self) -> dict[str, str]:
@@ -133,16 +134,18 @@ def read_environments(path: Path) -> list[dict[str, Any]]:
         ValueError: the file does not hold them.
     """
     starts = read_json(path)
-    objects = {"packages": dict[str, str], "device": dict[str, Any] | None, "git": dict[str, Any] | None}
-    if not isinstance(starts, list) or not all(fits(start, dict[str, Any]) for start in starts):
+    kinds: dict[str, Any] = {
+        "python": str,
+        "packages": dict[str, str],
+        "device": dict[str, Any] | None,
+        "git": dict[str, Any] | None,
+    }
+    if not fits(starts, list[dict[str, Any]]):
         raise ValueError("it must be a list of objects")
-    for start in starts:
-        if not isinstance(start.get("python"), str):
-            raise ValueError(f"python must be a text, got {start.get('python')!r}")
-        for key, kind in objects.items():
-            if not fits(start.get(key), kind):
-                raise ValueError(f"{key} must be an object, got {type(start.get(key)).__name__}")
-    return starts
+    for key, kind in kinds.items():
+        if not all(fits(start.get(key), kind) for start in starts):
+            raise ValueError(f"{key} does not have the type that a run writes")
+    return cast("list[dict[str, Any]]", starts)
 
 
 def _yaml(path: Path) -> str:
