@@ -66,7 +66,7 @@ def test_a_run_resumes_without_damaged_side_files(runs, tmp_path, caplog, kind):
 def test_a_config_of_gigabytes_is_one_line(runs, tmp_path):
     folder = damaged(runs, tmp_path / "damaged", lambda path: None)
     os.truncate(folder / "config.yaml", 6 * 2**30)  # sparse: it takes no space
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: it must have at most"):
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be used: it must have at most"):
         evaluate(scoring(folder))
 
 
