@@ -74,7 +74,7 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"ckpt": "nothing"}, "is neither a run folder"),
         ({"pass_at_k": [4]}, "pass@4 cannot be estimated from n_samples=1; give k from 1 to n_samples"),
         ({"pass_at_k": [0]}, r"pass_at_k\[0\] must be a whole number of at least 1, got 0"),
-        ({"pass_at_k": 4}, r"pass_at_k must be a list .* write pass_at_k=\[4\]"),
+        ({"pass_at_k": 4}, r"pass_at_k must be a list.* write pass_at_k=\[4\]"),
         ({"n_samples": 4}, r"n_samples=4 responses at temperature=0\.0 are 4 times the same one"),
         ({"n_samples": 0}, "n_samples must be a whole number of at least 1, got 0"),
         ({"policies": "snapkv"}, r"policies must be a list, each a text or null, got snapkv"),
@@ -205,11 +205,11 @@ def test_the_command_line_prints_the_table_and_writes_result_and_samples(saved):
 
 
 def test_a_mistake_on_the_command_line_is_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["evaluate", "policy=snapkv"])
-    with pytest.raises(SystemExit, match=r"^error: unknown key 'policy': did you mean 'policies'\?$"):
+    monkeypatch.setattr(sys, "argv", ["evaluate", "ckpt=x", "policy=snapkv"])
+    with pytest.raises(SystemExit, match=r"^error: unknown key 'policy'; it takes .*policies"):
         main()
 
 
 def test_evaluate_without_a_checkpoint_is_refused():
-    with pytest.raises(ConfigError, match=r"ckpt is not given; add ckpt=\.\.\."):
+    with pytest.raises(ConfigError, match=r"ckpt must be given; add ckpt=\.\.\."):
         parse(EvaluateConfig, compose_arguments("evaluate", [])[0])

@@ -131,9 +131,10 @@ def _converted(where: str, value: Any, kind: Any, declared: Option) -> Any:
     item = next((get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is tuple), None)
     if item is not None and isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_converted(f"{where}[{n}]", one, item, declared) for n, one in enumerate(value))
+    example = "" if item is None else f"; write {where}=[{show(value)}]"
     require(
         any(_is_of(value, one, declared) for one in _alternatives(kind)),
-        f"{where} must be {describe(kind, declared, value)}, got {show(value)} ({declared.help})",
+        f"{where} must be {describe(kind, declared, value)}, got {show(value)} ({declared.help}){example}",
     )
     return OmegaConf.create(dict(value)) if isinstance(value, Mapping) else value
 

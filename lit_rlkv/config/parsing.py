@@ -41,7 +41,8 @@ def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
         ConfigError: a key is not given, or breaks a rule of the schema.
     """
     missing = sorted(OmegaConf.missing_keys(cfg))
-    require(not missing, f"not given: {', '.join(missing)}; add {' '.join(f'{key}=...' for key in missing)}")
+    settings = " ".join(f"{key}=..." for key in missing)
+    require(not missing, f"{', '.join(missing)} must be given; add {settings}")
     with interpolations_as_config_errors():
         values = OmegaConf.to_container(cfg, resolve=True)
     return convert(schema, cast(dict[str, Any], values), **others)
