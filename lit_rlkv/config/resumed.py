@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from lit_rlkv.config.composing import CONF_DIR
 from lit_rlkv.config.errors import ConfigError, one_line, require
 from lit_rlkv.config.keys import PRESETS
 from lit_rlkv.config.options import check_leaves, default_values, leaves
@@ -80,8 +81,10 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
     asked = _with_overrides(saved, cfg, overrides)
     logger = str(asked.logger and asked.logger.get("_target_"))
     is_given = any(override.lstrip("+").startswith("logger=") for override in overrides)
+    shipped = [OmegaConf.load(path) for path in (CONF_DIR / "logger").glob("*.yaml")]
+    is_harmless = asked.logger in shipped or logger.startswith(OURS)  # they write into the run's folder
     require(
-        asked.logger is None or is_given or is_trusted(logger) or logger.startswith(OURS),
+        asked.logger is None or is_given or is_trusted(logger) or is_harmless,
         f"logger._target_={logger} of the saved config may write anywhere; if it may, give logger=... with "
         "its keys again on the command line, else logger=csv",
     )

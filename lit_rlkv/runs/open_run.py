@@ -1,7 +1,7 @@
 """Open a saved run: find it by a path and load its policy at a checkpoint."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -138,8 +138,9 @@ def check_run(run: SavedRun) -> CheckedConfig:
         cfg.rollout.n_splits = None
     if cfg.fabric.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         cfg.fabric.accelerator = "auto"
-    cfg.distillation = None  # a teacher that only it needs is not loaded
-    return checked_config(cfg)
+    checked = checked_config(cfg)
+    # Without distillation, a teacher that only it needs is not loaded.
+    return replace(checked, distillation=None, parts=replace(checked.parts, distillation=None))
 
 
 def open_run(run: SavedRun, cfg: CheckedConfig | None = None) -> tuple[RunContext, PolicyModule]:
