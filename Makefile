@@ -23,7 +23,7 @@ fit: $(STAMP) ## train: make fit ARGS="experiment=... seed=1"
 	$(BIN)/python -m lit_rlkv.fit $(ARGS)
 
 smollm2: $(STAMP) ## fetch a pretrained model of 135M parameters and train it, in about 25 minutes (ARGS as for fit)
-	$(BIN)/python scripts/smollm2.py
+	$(BIN)/python scripts/fetch_model.py
 	$(BIN)/python -m lit_rlkv.fit recipe=smollm2 $(ARGS)
 
 test: lint docs ## lint, the site and the short tier of the tests, about twelve minutes (PYTEST_ARGS=... for pytest)

@@ -1,6 +1,6 @@
 """recipe=smollm2 with several seeds: accuracy before and after RL, under its budget and with all keys.
 
-    python scripts/smollm2.py                                    fetches the model
+    python scripts/fetch_model.py                                    fetches the model
     python benchmarks/smollm2.py [--seeds 0 1 2] [--runs-dir runs]
     python benchmarks/smollm2.py --report                        the table
 

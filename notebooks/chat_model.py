@@ -27,7 +27,7 @@ def load() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         FileNotFoundError: the model has not been fetched yet.
     """
     if not GGUF.is_file():
-        raise FileNotFoundError(f"{GGUF} is not there; fetch it: python scripts/smollm2.py")
+        raise FileNotFoundError(f"{GGUF} is not there; fetch it: python scripts/fetch_model.py")
     with TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # hides progress bars
         path = converted_gguf(GGUF, Path(folder))
         return prepare_backbone(load_causal_lm(path, torch.float32).eval()), load_tokenizer(str(path))
