@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
-from lit_rlkv.models.backbone import sliding_windows
+from lit_rlkv.models.backbone import layer_kinds
 from lit_rlkv.models.loading import without_dropout
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.rollout import Rollout, generate
@@ -67,10 +67,15 @@ SIZES = {
 """Passed where the config of the family has a field of that name."""
 
 _CONV = {"layer_types": ["conv", "full_attention"] * 2}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": _CONV,
     "lfm2_moe": _CONV,
+    "granitemoehybrid": _LINEAR,
+    "kimi_linear": _LINEAR,
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gemma3_text": _SHARED,
     "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
@@ -118,7 +123,7 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:  # whatever hundreds of constructors may raise
         return Verdict(model_type, name, not_built=f"{type(error).__name__}: {_one_line(error)}")
     try:
-        windows = sliding_windows(prepare_backbone(model))
+        windows = [kind.window for kind in layer_kinds(prepare_backbone(model)) if kind.attends]
         found = gaps(model)
     except ValueError as error:
         return Verdict(model_type, name, refusal=_one_line(error))

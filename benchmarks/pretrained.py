@@ -4,10 +4,10 @@
     python benchmarks/pretrained.py --fast              a look at the output in a minute, records nothing
     python benchmarks/pretrained.py --report            docs/results/pretrained.md and its figure
 
-`make smollm2` or `python scripts/fetch_model.py` fetches the model. Every policy and budget answers questions on
-documents, few-shot questions and long chats; then come sampled rollouts of up to 1,024 tokens. A chunk is one
-batch of prompts. Each finished cell is a row of benchmarks/results/pretrained.jsonl; started again, it goes
-on, and with more chunks it adds prompts.
+`make smollm2` or `python scripts/fetch_model.py` fetches the model. Every policy and budget answers questions
+on documents, few-shot questions and long chats; then come sampled rollouts of up to 1,024 tokens. A chunk is
+one batch of prompts. Each finished cell is a row of benchmarks/results/pretrained.jsonl; started again, it
+goes on, and with more chunks it adds prompts.
 """
 
 import argparse

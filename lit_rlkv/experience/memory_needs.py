@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import head_dims, n_kv_heads, sliding_windows, text_config
+from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
@@ -56,8 +56,9 @@ def rollout_needs(
     n_layers, n_tokens, dim = int(config.num_hidden_layers), int(config.vocab_size), max(head_dims(model))
     n_heads, itemsize = n_kv_heads(model), _computes_in(model).itemsize
     n_slots = sum(  # of all layers
-        cache.n_slots(n_columns) if window is None or window >= n_columns else window
-        for window in sliding_windows(model)
+        cache.n_slots(n_columns) if kind.window is None or kind.window >= n_columns else kind.window
+        for kind in layer_kinds(model)
+        if kind.attends
     )
     needs = {
         "KV cache": 2 * n_slots * n_rows * n_heads * dim * itemsize,

@@ -3,14 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.kvcache.spec import CacheSpec
+from lit_rlkv.kvcache.state_layer import HybridLayer, StateLayer
 from lit_rlkv.kvcache.window_layer import WindowLayer
 
 
@@ -51,6 +54,18 @@ class Prefill:
         return self.is_prompt.shape[1]
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer keeps of earlier tokens."""
+
+    attends: bool = True
+    """True if it has keys and values."""
+    window: int | None = None
+    """Sliding window in tokens; None: its queries see all keys. One of `seq_len` and more changes nothing."""
+    n_states: int = 0
+    """States of a convolution or recurrence."""
+
+
 class SlotCache(Cache):
     """KV cache of a fixed number of rows, for a transformers model from `prepare_backbone`.
 
@@ -64,8 +79,7 @@ class SlotCache(Cache):
         generator: for policies that draw; on `device`.
         n_splits: see `lit_rlkv.kernels.decode_attention`.
         n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
-        windows: sliding window of each layer in tokens; None, or a window of `seq_len` and more, is a layer
-            whose keys the policy evicts.
+        kinds: kind of each layer; None: all attend to all keys.
     """
 
     def __init__(
@@ -79,7 +93,7 @@ class SlotCache(Cache):
         *,
         n_splits: int | None = None,
         n_slots: int | None = None,
-        windows: Sequence[int | None] | None = None,
+        kinds: Sequence[LayerKind] | None = None,
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
@@ -99,12 +113,21 @@ class SlotCache(Cache):
         self.n_read: int | None = None
         """Leading slots that attention reads; None: all."""
         self.incoming: Prefill | None = None
-        self.windows = windows or [None] * n_layers
-        self.slot_layers = [
-            SlotLayer(self) if window is None or window >= seq_len else WindowLayer(self, window)
-            for window in self.windows
-        ]
-        super().__init__(layers=list(self.slot_layers))
+        self.kinds = kinds or [LayerKind()] * n_layers
+        layers: list[Any] = [self._layer(kind) for kind in self.kinds]
+        self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        """The layers with attention."""
+        self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
+        super().__init__(layers=layers)
+
+    def _layer(self, kind: LayerKind) -> SlotLayer | StateLayer | CacheLayerMixin:
+        if kind.n_states > 0:
+            return HybridLayer(self, kind.n_states) if kind.attends else StateLayer(self, kind.n_states)
+        if not kind.attends:
+            return DynamicLayer()  # of a layer that asks no cache
+        if kind.window is not None and kind.window < self.seq_len:
+            return WindowLayer(self, kind.window)
+        return SlotLayer(self)
 
     @contextmanager
     def prefill(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> Iterator[None]:
@@ -123,8 +146,12 @@ class SlotCache(Cache):
             is_due=is_due,
             due=due if len(due) > 0 else None,
         )
+        for layer in self.state_layers:
+            layer.begin_prefill()
         try:
             yield
+            for layer in self.state_layers:
+                layer.end_prefill(self.incoming)
         finally:
             self.incoming = None
         kept = lens if self.spec.is_dense else lens.clamp(max=self.spec.budget)
@@ -167,7 +194,8 @@ class SlotCache(Cache):
         self.n_live, self.column = self.n_live[rows], self.column[rows]
         self.prompt_end, self.first = self.prompt_end[rows], self.first[rows]
         self.levels.keep(rows.tolist())
-        for layer in self.slot_layers:
+        layers: list[SlotLayer | StateLayer] = [*self.slot_layers, *self.state_layers]
+        for layer in dict.fromkeys(layers):  # a hybrid one is in both lists
             layer.resize(rows)
 
     def evict(self) -> None:
@@ -189,8 +217,9 @@ class SlotCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        """Most bytes of the pools at a time: those of the first prefill, unless a dense cache grew."""
-        return max(self.most_bytes, sum(layer.kv_bytes for layer in self.slot_layers))
+        """Most bytes of pools and states at a time: those of the first prefill, unless a dense cache grew."""
+        found = sum(layer.kv_bytes for layer in self.slot_layers)
+        return max(self.most_bytes, found + sum(layer.state_bytes for layer in self.state_layers))
 
 
 IDLE = -(2**40)

@@ -63,6 +63,17 @@ def check_target_modules(backbone: PreTrainedModel, targets: Sequence[str] | str
         )
 
 
+def fused_in_mamba(backbone: nn.Module) -> list[str]:
+    """Return the full names of the modules of Mamba layers that an adapter cannot wrap."""
+    return [
+        f"{name}.{part}"
+        for name, module in backbone.named_modules()
+        if hasattr(module, "A_log") and hasattr(module, "D")
+        for part in ("out_proj", "conv1d")
+        if hasattr(module, part)
+    ]
+
+
 def _is_matrix(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.ndim > 1
@@ -91,6 +102,8 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=present or (given if isinstance(given, str) else list(given)),
+        # Fused kernels of Mamba read these weights by themselves, and would leave an adapter out.
+        exclude_modules=fused_in_mamba(backbone) if given == "all-linear" else None,
         # Of a mixture of experts, where peft turns its targets into parameters of routers and experts.
         target_parameters=None if first is None else first.target_parameters,
         lora_dropout=0.0,

@@ -1,6 +1,6 @@
 """The attention function registered with transformers: slot cache, replay of evictions, or plain SDPA."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lit_rlkv.kernels.shadow_attention import SlotPlan, replayed_attention
 from lit_rlkv.kvcache import SlotCache
+from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
 
 ATTENTION_NAME = "lit_rlkv"
@@ -39,6 +40,7 @@ def attention_forward(
     probe: Probe | None = None,
     flat: FlatTokens | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
+    table_rows: Mapping[int, int] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.
@@ -50,6 +52,7 @@ def attention_forward(
         plan: made from `evicted_at`; saves work in the kernels.
         probe: called at replay; does not change the output.
         flat: (learner) queries, keys and values are a flat sequence of the tokens of `evicted_at`'s rows.
+        table_rows: row of `evicted_at` for each layer; None: its own number.
         s_aux: attention sink: a logit of each head in the softmax, without a value.
 
     Raises:
@@ -66,12 +69,13 @@ def attention_forward(
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slot_cache is not None:
-        window, expected = kwargs.get("sliding_window"), slot_cache.windows[cast(int, module.layer_idx)]
+        window, expected = kwargs.get("sliding_window"), slot_cache.kinds[cast(int, module.layer_idx)].window
         if window is not None and window != expected:
             raise ValueError(f"{type(module).__name__} slides a window of {window} keys, not of {expected}")
         out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap, s_aux)
     else:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = cast(int, module.layer_idx)
+        layer = layer if table_rows is None else table_rows[layer]
         assert evicted_at is not None
         layer_plan = None if plan is None else plan.layer(layer)
         layer_evicted_at = evicted_at[:, layer if evicted_at.shape[1] > 1 else 0]
@@ -101,8 +105,8 @@ def _attend_to_cache(
     sink: Tensor | None,
 ) -> Tensor:
     """Run a layer's attention over the cache outside of torch.compile, which cannot trace its state."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return slot_cache.slot_layers[layer].attend(query, key, value, scaling, softcap, sink)
+    layer = cast(SlotLayer, slot_cache.layers[cast(int, module.layer_idx)])
+    return layer.attend(query, key, value, scaling, softcap, sink)
 
 
 def _plain_attention(

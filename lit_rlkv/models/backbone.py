@@ -11,10 +11,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
+from lit_rlkv.kvcache import SlotCache
+from lit_rlkv.kvcache.cache import LayerKind
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.routing import by_token, replayed_experts
 from lit_rlkv.types import NEVER
+
+STATEFUL, CACHELESS = ("linear_attention", "conv"), ("mlp", "moe")
+"""Layer types, in transformers' names, that keep a state in place of keys, and that keep nothing."""
 
 
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
@@ -75,13 +80,33 @@ def n_kv_heads(model: PreTrainedModel) -> int:
     return int(optional_setting(config, "num_key_value_heads") or config.num_attention_heads)
 
 
-def sliding_windows(model: PreTrainedModel) -> list[int | None]:
-    """Return the sliding window of each layer, in tokens; None for a layer whose queries see all keys."""
+def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
+    """Return the kind of each layer; without `layer_types` all attend, within the sliding window if any."""
     config = text_config(model)
     window = optional_setting(config, "sliding_window")
-    layer_types = optional_setting(config, "layer_types")
-    kinds = layer_types or ["sliding_attention"] * int(config.num_hidden_layers)
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    default = "full_attention" if window is None else "sliding_attention"
+    layer_types = optional_setting(config, "layer_types") or [default] * int(config.num_hidden_layers)
+    n_states = int(optional_setting(config, "number_of_conv_states") or 1)
+    return [
+        LayerKind(
+            attends=kind not in (*STATEFUL, *CACHELESS),
+            window=window if kind.endswith("sliding_attention") else None,
+            n_states=n_states if kind in STATEFUL or kind.startswith("hybrid") else 0,
+        )
+        for kind in layer_types
+    ]
+
+
+def table_rows(model: PreTrainedModel) -> dict[int, int] | None:
+    """Return the row of an eviction table for each layer that attends; None if all layers do."""
+    kinds = layer_kinds(model)
+    attending = [number for number, kind in enumerate(kinds) if kind.attends]
+    return None if len(attending) == len(kinds) else {number: row for row, number in enumerate(attending)}
+
+
+def has_states(model: PreTrainedModel) -> bool:
+    """True if a layer keeps a state: then tokens act on later ones outside attention, too."""
+    return any(kind.n_states > 0 for kind in layer_kinds(model))
 
 
 def within_windows(
@@ -92,7 +117,7 @@ def within_windows(
     A table of one layer for all gets a row for each layer, if any window is shorter than the sequence.
     """
     n_columns = evicted_at.shape[-1]
-    windows = sliding_windows(model)
+    windows = [kind.window for kind in layer_kinds(model) if kind.attends]
     if all(window is None or window >= n_columns for window in windows):
         return evicted_at
     column = torch.arange(n_columns, dtype=torch.int32, device=evicted_at.device)
@@ -137,17 +162,38 @@ def hidden_states(
         attention["evicted_at"] = evicted_at = within_windows(model, evicted_at)
         if uses_triton(next(model.parameters())):
             attention["plan"] = plan_slots(evicted_at)
+    if (rows := table_rows(model)) is not None:
+        attention["table_rows"] = rows
     with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
         hidden: Tensor = model.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
-            # A dummy 4-D mask, so that transformers builds none of its own.
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            attention_mask=_masks(model, input_ids, evicted_at, attention.get("slot_cache")),
             past_key_values=attention.get("slot_cache"),
             use_cache="slot_cache" in attention,
             **attention,
         ).last_hidden_state
     return hidden
+
+
+def _masks(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch seq"],
+    evicted_at: Int[Tensor, "batch layer kv_head seq"] | None,
+    slot_cache: SlotCache | None,
+) -> Any:
+    """Return the mask of a forward: a dummy of 4 dimensions, so that transformers builds none of its own.
+
+    Layers with a state get a mask of padding, which must not enter the state.
+    """
+    dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+    if not has_states(model):
+        return dummy
+    is_token = None if evicted_at is None else evicted_at[:, 0, 0] > 0
+    if slot_cache is not None and slot_cache.incoming is not None:
+        is_token = slot_cache.incoming.is_prompt
+    masks = {"full_attention": dummy, "sliding_attention": dummy, **dict.fromkeys(STATEFUL, is_token)}
+    return masks | {"hybrid": masks, "hybrid_sliding": masks}
 
 
 def check_deterministic(model: nn.Module) -> None:
@@ -195,7 +241,9 @@ def learner_states(
     check_deterministic(model)
     positions, evicted_at = token_positions(attention_mask), within_windows(model, evicted_at)
     is_token = attention_mask if is_read is None else attention_mask & is_read
-    flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
+    flat = None
+    if not has_states(model):  # a state goes through its own row alone
+        flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
     if flat is None:
         return hidden_states(model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids)
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)

@@ -10,19 +10,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec, SlotCache
+from lit_rlkv.kvcache.state_layer import LINEAR
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import (
+    CACHELESS,
+    STATEFUL,
+    has_states,
     head_logits,
     hidden_states,
+    layer_kinds,
     optional_setting,
-    sliding_windows,
     text_config,
 )
 from lit_rlkv.models.lm_head import use_float32_logits
 from lit_rlkv.models.routing import by_row, by_token, recorded_experts, routers_of
 from lit_rlkv.types import NEVER
 
-REPLAYABLE_LAYERS = {"full_attention", "sliding_attention"}
+REPLAYABLE_LAYERS = {
+    *("full_attention", "sliding_attention", "hybrid", "hybrid_sliding"),
+    *STATEFUL,
+    *CACHELESS,
+}
 PROBE_LEN = 6
 PROBE_WINDOW = 3
 """Sliding window during the check, which its few tokens outgrow."""
@@ -46,9 +54,13 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
     unsupported = set(optional_setting(config, "layer_types") or []) - REPLAYABLE_LAYERS
     if unsupported:
         raise ValueError(
-            f"{name} cannot be replayed: its layers of type {', '.join(sorted(unsupported))} keep state that "
-            "a table of evicted keys does not describe; use a model with full attention"
+            f"{name} cannot be replayed: its layers of type {', '.join(sorted(unsupported))} choose keys "
+            "in a way that a table of evicted keys does not describe; use a model with full attention"
         )
+    if not any(kind.attends for kind in layer_kinds(model)):
+        raise ValueError(f"{name} cannot be replayed: it has no layer with attention, so no keys to evict")
+    if has_states(model) and LINEAR is object:
+        raise ValueError(f"{name} cannot be replayed: its states need transformers 5.23 or newer")
     for module in model.modules():
         # Sampler and learner must compute the same function, so dropout is off.
         if isinstance(module, nn.Dropout):
@@ -152,17 +164,18 @@ def _check_replayable(
             "attention arguments), with our output head or in training mode; set any dropout that is not an "
             "nn.Dropout to 0 in its config"
         )
-    with _refused(name):  # one decode step after a prefill of the other columns
+    with _refused(name):  # two decode steps after a prefill of the other columns
         n_layers = text_config(model).num_hidden_layers
-        windows = sliding_windows(model)
-        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device, windows=windows)
-        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-1], dtype=torch.bool)):
-            logits(*columns(slice(None, -1)), slot_cache=cache)
-        cache.advance()
-        decoded = logits(*columns(slice(-1, None)), slot_cache=cache)
+        kinds = layer_kinds(model)
+        cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device, kinds=kinds)
+        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-2], dtype=torch.bool)):
+            logits(*columns(slice(None, -2)), slot_cache=cache)
+        for step in (slice(-2, -1), slice(-1, None)):
+            cache.advance()
+            decoded = logits(*columns(step), slot_cache=cache)
     if not _is_close(decoded, expected[:, -1:], model.dtype, ignores_outliers=True):
         raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
-    if not _is_close(isolated, alone.view_as(isolated), model.dtype):
+    if not has_states(model) and not _is_close(isolated, alone.view_as(isolated), model.dtype):
         raise ValueError(
             f"{name} cannot be replayed: information flows between tokens outside causal attention "
             "(convolution, recurrence, a custom mask)"

@@ -19,7 +19,7 @@ from lit_rlkv.models.backbone import (
     check_deterministic,
     head_logits,
     hidden_states,
-    sliding_windows,
+    layer_kinds,
     text_config,
     token_positions,
 )
@@ -129,7 +129,7 @@ class Decoder:
             generator,
             n_splits=n_splits,
             n_slots=min(self.seq_len, n_prompt_columns + FIRST_TOKENS),
-            windows=sliding_windows(model),
+            kinds=layer_kinds(model),
         )
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)

@@ -19,7 +19,7 @@ from lit_rlkv.models.backbone import (
     check_length,
     head_dims,
     head_logits,
-    sliding_windows,
+    layer_kinds,
     token_positions,
 )
 from lit_rlkv.rollout import generate
@@ -58,7 +58,7 @@ def test_scalings_behind_the_output_head_are_applied(config: PretrainedConfig):
 
 def test_windows_are_those_of_the_layers_that_slide():
     def windows(family, **changes):
-        return sliding_windows(build(tiny_config(family, **changes)))
+        return [kind.window for kind in layer_kinds(build(tiny_config(family, **changes)))]
 
     layer_types = ["sliding_attention", "full_attention", "full_attention"]
     assert windows("mistral", sliding_window=16) == [16] * 3

@@ -1,12 +1,14 @@
 """Layers with a sliding window, at lengths beyond it: sampler, learner and transformers agree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import preparation as preparation_module
 from lit_rlkv.models import prepare_backbone, replay_logps
-from lit_rlkv.models.backbone import sliding_windows, within_windows
+from lit_rlkv.models.backbone import layer_kinds, within_windows
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
 from tests.models_zoo import build, ragged_prompts, tiny_config
@@ -126,13 +128,13 @@ def test_gradients_are_those_of_the_models_own_attention():
 
 @pytest.mark.parametrize("family", CASES)
 def test_loading_proves_the_window_and_catches_one_that_is_off_by_one(family, monkeypatch):
-    windows = sliding_windows(prepare_backbone(windowed(family)))
-    assert {window for window in windows if window} == {CASES[family]["sliding_window"]}
+    kinds = layer_kinds(prepare_backbone(windowed(family)))
+    assert {kind.window for kind in kinds if kind.window} == {CASES[family]["sliding_window"]}
 
     def wrong(model):
-        return [window and window + 1 for window in sliding_windows(model)]
+        return [replace(kind, window=kind.window and kind.window + 1) for kind in layer_kinds(model)]
 
-    monkeypatch.setattr("lit_rlkv.models.backbone.sliding_windows", wrong)
-    monkeypatch.setattr(preparation_module, "sliding_windows", wrong)
+    monkeypatch.setattr("lit_rlkv.models.backbone.layer_kinds", wrong)
+    monkeypatch.setattr(preparation_module, "layer_kinds", wrong)
     with pytest.raises(ValueError, match="cannot be replayed"):
         prepare_backbone(windowed(family))

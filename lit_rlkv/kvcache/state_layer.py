@@ -1,0 +1,83 @@
+"""Layers that keep a state beside or in place of keys: convolutions and recurrences, row by row."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers import cache_utils
+
+from lit_rlkv.kvcache.layer import SlotLayer
+
+if TYPE_CHECKING:
+    from lit_rlkv.kvcache.cache import Prefill, SlotCache
+
+LINEAR: type[Any] = getattr(cache_utils, "LinearAttentionLayer", object)
+"""transformers' layer of states; older versions have none, and models with such layers are refused."""
+STATES = ("conv_states", "recurrent_states")
+
+
+class StateLayer(LINEAR):  # type: ignore[misc]
+    """The states of a recurrent layer, as transformers' own cache layer has them, for all rows of a cache.
+
+    A prefill computes the states of its prompts apart and copies them to the rows that each fills. Decoding
+    updates all rows in place; those of a finished row are arbitrary until it is filled again. Nothing is
+    evicted, since a state has a fixed size.
+    """
+
+    def __init__(self, cache: "SlotCache", n_states: int) -> None:
+        super().__init__(number_of_states=n_states)
+        self.cache: SlotCache = weakref.proxy(cache)
+        self._aside: dict[str, dict[int, Tensor | None]] = {}
+
+    def begin_prefill(self) -> None:
+        """Put the states of all rows aside."""
+        numbers = range(self.number_of_states)
+        for name in STATES:
+            self._aside[name] = getattr(self, name)
+            setattr(self, name, dict.fromkeys(numbers))
+            setattr(self, f"is_{name}_initialized", dict.fromkeys(numbers, False))
+        self.has_previous_state = dict.fromkeys(numbers, False)
+
+    def end_prefill(self, incoming: "Prefill") -> None:
+        """Copy the states of each prompt to its rows."""
+        for name in STATES:
+            pools = self._aside.pop(name)
+            for number, state in getattr(self, name).items():
+                if state is None:
+                    continue
+                pool = pools[number]
+                if pool is None:
+                    pool = pools[number] = state.new_zeros(self.cache.n_rows, *state.shape[1:])
+                for sample in range(incoming.n_samples):
+                    pool[incoming.rows_of(sample)] = state
+            setattr(self, name, pools)
+
+    def resize(self, rows: Int[Tensor, " kept"]) -> None:
+        """Keep the states of these rows."""
+        for name in STATES:
+            pools = getattr(self, name)
+            setattr(self, name, {number: None if s is None else s[rows] for number, s in pools.items()})
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all rows; 0 before the first prefill."""
+        pools = (pool for name in STATES for pool in getattr(self, name).values())
+        return sum(pool.nbytes for pool in pools if pool is not None)
+
+
+class HybridLayer(SlotLayer, StateLayer):
+    """A layer with attention and a state side by side."""
+
+    def __init__(self, cache: "SlotCache", n_states: int) -> None:
+        SlotLayer.__init__(self, cache)
+        StateLayer.__init__(self, cache, n_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the states that a keyword names; prefill allocates the pool of slots."""
+        if kwargs:
+            StateLayer.lazy_initialization(self, **kwargs)
+
+    def resize(self, rows: Int[Tensor, " kept"]) -> None:
+        SlotLayer.resize(self, rows)
+        StateLayer.resize(self, rows)
