@@ -14,13 +14,13 @@ update               forward, backward and AdamW step of LoRA adapters (rank 32,
                      of the response
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import command_line
 import record
 import torch
 from peft import LoraConfig, get_peft_model
@@ -163,9 +163,7 @@ def update_row(path: str, n_rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or GGUF file")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,7 +8,6 @@ nothing else. One thread; seconds are of the processor, which other programs har
 benchmarks/results/data_check.jsonl.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -17,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import command_line
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -76,9 +77,7 @@ def check(path: Path, name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--tokenizer", choices=TOKENIZERS, help="one alone, in this process")
     parser.add_argument("--no-record", action="store_true", help="print alone")

@@ -9,12 +9,12 @@ interval slots, without eviction. `loop` is generate(). Printed: median millisec
 medians of loop over the other two, run by run.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+import command_line
 import record
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -83,9 +83,7 @@ def median_ratio(over: list[float], under: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     n_rounds = parser.parse_args().rounds
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
+import command_line
 import record
 import torch
 from hydra_parts.measure import check_backbones, largest_fitting, measure_held
@@ -151,9 +152,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

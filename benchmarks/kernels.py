@@ -25,7 +25,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from time_limit import add_restart_options
+import command_line
 
 # transformers asks a package of this name for its version, and from a script beside this file it finds this
 __version__ = "0"
@@ -57,9 +57,7 @@ def prepare_triton(device: str) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cases whose label contains it; _ stands for a space"
@@ -75,7 +73,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
     )
-    add_restart_options(parser)
+    command_line.add_restart_options(parser)
     args = parser.parse_args(arguments)
     if args.device is None:
         import torch

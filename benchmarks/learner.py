@@ -24,7 +24,6 @@ from pathlib import Path
 
 from kernels import prepare_triton
 from shapes import QWEN_1_5B
-from time_limit import add_restart_options
 
 PRESETS = {
     "tiny": {
@@ -62,9 +61,7 @@ def main() -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--preset", choices=PRESETS, help="default: 1.5b on CUDA, tiny on a CPU")
     parser.add_argument("--layers", type=int, help="fewer than the preset has")
@@ -79,7 +76,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
     )
-    add_restart_options(parser)
+    command_line.add_restart_options(parser)
     args = parser.parse_args(arguments)
     if args.device is None:
         import torch

@@ -10,12 +10,13 @@ batch of prompts. Each finished cell is a row of benchmarks/results/pretrained.j
 on, and with more chunks it adds prompts.
 """
 
-import argparse
 import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+
+import command_line
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -110,9 +111,7 @@ def report(rows: Sequence[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
     parser.add_argument("--chunks", type=int, default=1, help="batches of prompts of each kind")
     parser.add_argument("--minutes", type=float, default=600)

@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import command_line
 import record
 import torch
 from rollout_parts.ours import time_ours
 from rollout_parts.schedules import print_schedules, time_schedules
 from rollout_parts.setting import PRESETS, Setting
 from rollout_parts.theirs import time_theirs
-from time_limit import TimeLimit, add_restart_options
+from time_limit import TimeLimit
 
 NAME = "rollout"
 Row = dict[str, Any]
@@ -83,9 +84,7 @@ def plot(rows: list[Row], file: Path) -> None:
 
 
 def parse() -> tuple[argparse.Namespace, Setting]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
@@ -99,7 +98,7 @@ def parse() -> tuple[argparse.Namespace, Setting]:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--skip-theirs", action="store_true", help="leave out transformers.generate")
     parser.add_argument("--compile-layers", action="store_true", help="rollout.compile_layers=true, for ours")
-    add_restart_options(parser)
+    command_line.add_restart_options(parser)
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
     arguments.budgets = arguments.budgets or list(preset.budgets)

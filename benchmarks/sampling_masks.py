@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import record
 import torch
 from text_table import text_table
@@ -145,9 +146,7 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rows", type=int, default=16, help="responses at a time")
     parser.add_argument("--tokens", type=int, default=40, help="of each response")
     parser.add_argument("--vocab", type=int, default=49_152)

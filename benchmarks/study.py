@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import command_line
 import record
 from study_parts import exposure, plan, plot, runs, tables, timing, variance
 from study_parts.analysis import processor
@@ -194,9 +195,7 @@ MEASUREMENTS = {"exposure": run_exposures, "variance": run_variances, "timing": 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--blocks", nargs="+", default=[*MEASUREMENTS, "rates", *plan.BLOCKS, "clock"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)

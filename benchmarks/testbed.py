@@ -9,12 +9,12 @@ standard deviations over seeds, before and after training. "recovered" is the pa
 the budget that training won back.
 """
 
-import argparse
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import command_line
 import fit_process
 import record
 from omegaconf import OmegaConf
@@ -84,9 +84,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--arms", nargs="+", default=["smd", "shadow", "naive", "tis"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2)
