@@ -22,6 +22,7 @@ import allocator  # noqa: F401  # isort: skip  (before torch)
 import argparse
 from pathlib import Path
 
+import command_line
 from kernels import prepare_triton
 from shapes import QWEN_1_5B
 
