@@ -1,6 +1,6 @@
 """Speed of the Triton kernels, against the machine's limits and against alternatives.
 
-    python benchmarks/kernels.py [--plot kernels.png]
+    python benchmarks/kernels.py
     python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20 [--skip-flex]
     python benchmarks/kernels.py --ops decode_attention shadow_attention --tune
 
@@ -23,7 +23,6 @@ what is timed is the plain definition, and rows are kept only with --record.
 import argparse
 import os
 import tempfile
-from pathlib import Path
 
 import command_line
 
@@ -68,7 +67,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
-    parser.add_argument("--plot", type=Path, metavar="PNG")
     parser.add_argument("--tune", action="store_true", help="time other tiles, warps and stages instead")
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"

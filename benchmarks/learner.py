@@ -1,6 +1,6 @@
 """Cost of a learner's step by budget and length: log-probs under replay, and their backward pass.
 
-    python benchmarks/learner.py [--plot learner.png]
+    python benchmarks/learner.py
     python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096
 
 A decoder of random weights reads a synthetic rollout with the evictions of a simulated h2o, forward and
@@ -20,7 +20,6 @@ are kept only with --record.
 import allocator  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
-from pathlib import Path
 
 import command_line
 from kernels import prepare_triton
@@ -73,7 +72,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
-    parser.add_argument("--plot", type=Path, metavar="PNG")
     parser.add_argument(
         "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
     )

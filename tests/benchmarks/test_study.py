@@ -204,18 +204,6 @@ def test_a_row_holds_what_the_run_found(tmp_path):
     assert found["masked_fraction"] == pytest.approx(0.2)
 
 
-def test_a_run_done_again_says_what_differs_but_for_seconds(tmp_path, monkeypatch):
-    setting = Setting("naive", True, seed=0, lr=1e-3)
-    kept(tmp_path, setting)
-    monkeypatch.setattr(runs, "fit", lambda *_: tmp_path)
-    monkeypatch.setattr(runs.record, "RESULTS", tmp_path)
-    first = {**vars(setting), "overrides": [], "commit": "a", **runs.found(tmp_path, setting.budget)}
-    assert runs.again({**first, "rollout_seconds": 9}, tmp_path) == []
-    assert runs.again({**first, "rewards": [0.5, 0.6]}, tmp_path) == ["rewards"]
-    kept_rows = [json.loads(line) for line in (tmp_path / "study_again.jsonl").read_text().splitlines()]
-    assert [row["differing"] for row in kept_rows] == [[], ["rewards"]]
-
-
 def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
     def finished(*settings):
         return {runs.key(setting.overrides): vars(setting) | {"name": setting.name} for setting in settings}
