@@ -33,7 +33,6 @@ from hydra_parts.tables import (
     PAPER_NOTE,
     Result,
     equal_memory_table,
-    headlines,
     memory_table,
     paper_table,
     passes_table,
@@ -125,7 +124,6 @@ def main() -> None:
         print(f"\nBatch {args.batch} for all\n{memory_table(results)}")
         print(f"\nAt most {limit / MB:,.1f} MB for all\n{equal_memory_table(results)}")
         print(f"\nLlama-7B by the same formula\n{paper_table()}\n{PAPER_NOTE}")
-        print(f"\n{headlines(results, limit)}")
     if args.plot and results:
         draw(results).savefig(args.plot, dpi=200)
     if args.passes:

@@ -48,21 +48,10 @@ def test_every_direct_dependency_is_pinned_inside_its_range():
     assert unmet([*PROJECT["dependencies"], *tested, *dev], pins) == []
 
 
-def test_a_pin_outside_its_range_and_a_missing_pin_are_caught():
-    pins = pinned("torch==2.10.0\npeft==0.21.2  # within its range\n")
-    assert unmet(["torch>=2.11", "peft>=0.20", "wandb"], pins) == ["torch", "wandb"]
-
-
 def test_pins_are_release_versions_without_a_local_build():
     # torch==2.13.0 also accepts a local 2.13.0+cpu; a pin on +cpu would accept nothing else
     pins = pinned((ROOT / "constraints.txt").read_text())
     assert [name for name, version in pins.items() if version.local] == []
-
-
-@pytest.mark.parametrize("line", ["torch @ https://example.org/torch.whl", "-e .", "torch>=2.11"])
-def test_a_constraint_that_is_no_pin_is_refused(line):
-    with pytest.raises(ValueError, match="unpack"):
-        pinned(line)
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
