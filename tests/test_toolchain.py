@@ -4,12 +4,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from hatchling.builders.wheel import WheelBuilder
 from jaxtyping import TypeCheckError
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -60,11 +58,6 @@ def test_malicious_lightning_releases_are_excluded(name):
     assert [v for v in ("2.6.2", "2.6.3", "2.6.6") if v in accepted] == ["2.6.6"]
 
 
-def wheel_names(root: Path, directory: Path) -> set[str]:
-    (wheel,) = WheelBuilder(str(root)).build(directory=str(directory), versions=["standard"])
-    return set(zipfile.ZipFile(wheel).namelist())
-
-
 def make_clone(root: Path, files: dict[str, str]) -> None:
     """A tree with this project's pyproject.toml and the files given."""
     shutil.copy(ROOT / "pyproject.toml", root)
@@ -73,25 +66,6 @@ def make_clone(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-
-
-def test_wheel_ships_configs_and_templates_inside_the_package_and_nothing_beside_it(tmp_path):
-    files = [
-        "lit_rlkv/__init__.py",
-        "lit_rlkv/reporting/report.html.jinja",
-        "conf/fit.yaml",
-        "conf/task/sort.yaml",
-        "tests/test_x.py",
-        "notebooks/a.py",
-    ]
-    make_clone(tmp_path, dict.fromkeys(files, ""))
-    shipped = {name for name in wheel_names(tmp_path, tmp_path / "dist") if ".dist-info/" not in name}
-    assert shipped == {
-        "lit_rlkv/__init__.py",
-        "lit_rlkv/reporting/report.html.jinja",
-        "lit_rlkv/conf/fit.yaml",
-        "lit_rlkv/conf/task/sort.yaml",
-    }
 
 
 def lint_layers(root: Path) -> subprocess.CompletedProcess[str]:
