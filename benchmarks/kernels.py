@@ -64,24 +64,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-flex", action="store_true", help="leave out FlexAttention, which takes a minute to compile"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command_line.add_device_options(parser)
     parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
     parser.add_argument("--tune", action="store_true", help="time other tiles, warps and stages instead")
-    parser.add_argument(
-        "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
-    )
     command_line.add_restart_options(parser)
-    args = parser.parse_args(arguments)
-    if args.device is None:
-        import torch
-
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = command_line.complete(parser.parse_args(arguments))
     if args.tune and args.device == "cpu" and args.size is None:
         parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
     args.only = args.only.replace("_", " ")
     args.size = args.size or ("real" if args.device == "cuda" else "toy")
-    args.record = args.device == "cuda" if args.record is None else args.record
     return args
 
 

@@ -62,7 +62,7 @@ def main() -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command_line.add_device_options(parser)
     parser.add_argument("--preset", choices=PRESETS, help="default: 1.5b on CUDA, tiny on a CPU")
     parser.add_argument("--layers", type=int, help="fewer than the preset has")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence")
@@ -72,19 +72,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
-    parser.add_argument(
-        "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
-    )
     command_line.add_restart_options(parser)
-    args = parser.parse_args(arguments)
-    if args.device is None:
-        import torch
-
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = command_line.complete(parser.parse_args(arguments))
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.record = args.device == "cuda" if args.record is None else args.record
     return args
 
 

@@ -22,7 +22,8 @@ def row_of(title, model_type):
 def test_a_family_that_the_page_calls_exact_is(model_type):
     verdict = judge(model_type)
     assert verdict.is_exact
-    assert verdict.dense_gap > 100 * verdict.replay_gap  # the rollout evicted what mattered
+    # The rollout evicted what mattered, where some layer has no sliding window.
+    assert (verdict.dense_gap > 100 * verdict.replay_gap) == (verdict.n_windows < verdict.n_layers)
     assert verdict.name in (row := row_of("Exact", model_type))
     # with the sampler's experts, of those that have some
     assert (verdict.routing_gap is not None) == (model_type in ("mixtral", "deepseek_v3"))
