@@ -1,4 +1,3 @@
-import csv
 import io
 import json
 import subprocess
@@ -20,28 +19,15 @@ from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
 from lit_rlkv.reporting.run_folder import read_run
 from tests.tiers import short_tier, slow
-from tests.whole_runs import TINY, config, run, scoring
+from tests.whole_runs import TINY, config, rows_of, run, scoring
 
 ROOT = Path(__file__).parent.parent
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.fixture(scope="module")
-def sft_runs(tmp_path_factory):
-    """A folder in which a first run has left its SFT model."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first")
-    return folder
 
 
 def test_a_run_leaves_everything_in_its_folder(sft_runs):
     folder = sft_runs / "first"
     assert OmegaConf.load(folder / "config.yaml").cache.budget == 7
-    rows = rows_of(folder / "metrics.csv")
+    rows = rows_of(folder)
     assert [row["iteration"] for row in rows] == ["1.0", "2.0"]
     standard = {
         "loss", "reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length",
@@ -63,7 +49,7 @@ def test_a_second_run_starts_at_rl_from_the_sft_model(sft_runs):
     run(sft_runs, "second", "stages=[rl,eval]")
     assert not (sft_runs / "second" / "sft_metrics.csv").exists()
     assert (sft_runs / "first" / "sft_metrics.csv").exists()
-    first, second = (rows_of(sft_runs / name / "metrics.csv") for name in ("first", "second"))
+    first, second = (rows_of(sft_runs / name) for name in ("first", "second"))
     assert [row["loss"] for row in first] == [row["loss"] for row in second]
 
 
@@ -122,7 +108,7 @@ ARMS = ("dense", "naive", "tis", "mis", "sparse_rl", "shadow")
 @pytest.mark.parametrize("arm", short_tier(ARMS, ["tis"]))
 def test_every_experiment_arm_runs_and_gives_different_losses(sft_runs, arm):
     run(sft_runs, arm, f"experiment={arm}", "stages=[rl]")
-    rows, smd = rows_of(sft_runs / arm / "metrics.csv"), rows_of(sft_runs / "first" / "metrics.csv")
+    rows, smd = rows_of(sft_runs / arm), rows_of(sft_runs / "first")
     assert rows[0].get("smd/kl") is None
     is_sparse_dense_mismatch = arm in ("naive", "tis", "mis", "sparse_rl")
     assert (float(rows[0]["rollout_corr/k3_kl"]) > 1e-6) == is_sparse_dense_mismatch
@@ -145,7 +131,7 @@ def test_every_experiment_arm_runs_and_gives_different_losses(sft_runs, arm):
 def test_options_change_the_training(sft_runs, options):
     name = "-".join(options).replace("/", "_")
     run(sft_runs, name, *options, "stages=[rl]", "diagnostics=none")
-    changed, default = (rows_of(sft_runs / folder / "metrics.csv") for folder in (name, "first"))
+    changed, default = (rows_of(sft_runs / folder) for folder in (name, "first"))
     assert [row["loss"] for row in changed] != [row["loss"] for row in default]
 
 
@@ -155,13 +141,13 @@ def test_the_bias_correction_of_the_kl_reaches_the_loss(sft_runs):
     losses = []
     for value in ("true", "false"):
         run(sft_runs, f"kl-{value}", *options, f"algorithm.kl.bias_correction={value}")
-        losses.append([row["loss"] for row in rows_of(sft_runs / f"kl-{value}" / "metrics.csv")])
+        losses.append([row["loss"] for row in rows_of(sft_runs / f"kl-{value}")])
     assert losses[0] != losses[1]
 
 
 def test_fewer_rollout_rows_need_a_smaller_cache(sft_runs):
     run(sft_runs, "few-rows", "rollout.max_rows=4", "stages=[rl]", "diagnostics=none")
-    few, whole = (rows_of(sft_runs / folder / "metrics.csv") for folder in ("few-rows", "first"))
+    few, whole = (rows_of(sft_runs / folder) for folder in ("few-rows", "first"))
     # 8 prompts with 2 responses each
     assert float(few[0]["kv/bytes"]) * 4 == float(whole[0]["kv/bytes"])
     assert float(few[0]["kv/replay_gap"]) < 1e-4
@@ -225,7 +211,7 @@ def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
         "stages=[rl]",
         f"model.path={sft_runs / 'first' / 'backbone'}",
     )
-    assert len(rows_of(sft_runs / f"mixed-{policy}" / "metrics.csv")) == 2
+    assert len(rows_of(sft_runs / f"mixed-{policy}")) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,7 +225,7 @@ def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
 def test_every_algorithm_runs(sft_runs, algorithm):
     # What sets them apart is tested on batches with rewards, in tests/modules and tests/advantages.
     run(sft_runs, algorithm, f"algorithm={algorithm}", "stages=[rl]")
-    assert len(rows_of(sft_runs / algorithm / "metrics.csv")) == 2
+    assert len(rows_of(sft_runs / algorithm)) == 2
 
 
 @pytest.mark.slow
@@ -248,7 +234,7 @@ def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(sf
     results = run(sft_runs, "rlhf", *overrides)
     assert results.reward_model.n_pairs == 16
     assert all(row.learned_reward is not None for row in results.before + results.after)
-    row = rows_of(sft_runs / "rlhf" / "metrics.csv")[-1]
+    row = rows_of(sft_runs / "rlhf")[-1]
     for name in ("rewards/learned", "rewards/exact_match", "value_loss", "value/explained_variance"):
         assert row[name] != "", name
     page = (sft_runs / "rlhf" / "report.html").read_text()
