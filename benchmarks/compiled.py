@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple
 
+import command_line
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -210,9 +211,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])

@@ -14,20 +14,21 @@ update               forward, backward and AdamW step of LoRA adapters (rank 32,
                      of the response
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import command_line
 import record
 import torch
 from peft import LoraConfig, get_peft_model
+from sampled import sample
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lit_rlkv import CacheSpec, Rollout, generate, prepare_backbone, replay_logps
+from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
 from lit_rlkv.config import find_gguf
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.gguf import converted_gguf
@@ -52,19 +53,6 @@ def load(path: str) -> PreTrainedModel:
 def random_prompts(model: PreTrainedModel, n_rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.config.vocab_size, (n_rows, N_PROMPT), generator=generator)
-
-
-def sample_ours(model: PreTrainedModel, prompts: Tensor, cache: CacheSpec, n_new: int) -> Rollout:
-    return generate(
-        model,
-        prompts,
-        torch.ones_like(prompts),
-        cache=cache,
-        max_new_tokens=n_new,
-        eos_token_id=None,
-        pad_token_id=0,
-        generator=torch.Generator().manual_seed(0),
-    )
 
 
 def sample_theirs(model: PreTrainedModel, prompts: Tensor, n_new: int) -> None:
@@ -112,13 +100,13 @@ def decode_rows(path: str, names: list[str], n_rounds: int) -> list[dict]:
     for name in names:
         for n_rows, n_new, cache in DECODES[name]:
             prompts = random_prompts(ours, n_rows)
-            sample_ours(ours, prompts, cache, 2)
+            sample(ours, prompts, cache, 2)
             sample_theirs(theirs, prompts, 2)
             kept = "all keys" if cache.is_dense else f"{cache.policy} {cache.budget}+{cache.interval}"
             rows.append(
                 compare(
                     f"decode {n_rows} × {n_new}, {kept}",
-                    lambda p=prompts, c=cache, n=n_new: sample_ours(ours, p, c, n),
+                    lambda p=prompts, c=cache, n=n_new: sample(ours, p, c, n),
                     lambda p=prompts, n=n_new: sample_theirs(theirs, p, n),
                     n_rows * n_new,
                     n_rounds,
@@ -130,7 +118,7 @@ def decode_rows(path: str, names: list[str], n_rounds: int) -> list[dict]:
 def update_row(path: str, n_rounds: int) -> dict:
     """One optimizer step of adapters on the same tokens: under replay, and dense in plain PyTorch."""
     ours = prepare_backbone(load(path))
-    rollout = sample_ours(ours, random_prompts(ours, 32), EVICTING, N_SHORT)
+    rollout = sample(ours, random_prompts(ours, 32), EVICTING, N_SHORT)
     for parameter in ours.parameters():
         parameter.requires_grad_(False)
     add_adapter(ours, "policy", LORA)
@@ -163,9 +151,7 @@ def update_row(path: str, n_rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder or GGUF file")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)

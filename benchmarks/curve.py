@@ -6,7 +6,6 @@
 Outputs of notebooks carry the digest of the figures on record (`notebooks/execute.py`).
 """
 
-import argparse
 import hashlib
 import json
 import statistics
@@ -14,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import command_line
 import fit_process
 import record
 from study_parts.runs import read_metrics
@@ -72,9 +72,7 @@ def moved(now: dict[str, float], then: dict[str, float]) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

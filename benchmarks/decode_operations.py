@@ -11,6 +11,7 @@ Compilation takes seconds per layer. Rows go to benchmarks/results/decode_operat
 import argparse
 import time
 
+import command_line
 import record
 import torch
 from text_table import text_table
@@ -43,9 +44,7 @@ BATCH, PROMPT = 4, 6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--record", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()

@@ -9,14 +9,15 @@ interval slots, without eviction. `loop` is generate(). Printed: median millisec
 medians of loop over the other two, run by run.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+import command_line
 import record
 import torch
+from sampled import sample
 from transformers import DynamicCache, PreTrainedModel
 
 from lit_rlkv.config.schema import AlgorithmConfig, CacheConfig, RolloutConfig
@@ -24,7 +25,6 @@ from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.models.presets import tiny_qwen3
-from lit_rlkv.rollout import generate
 
 ROLLOUT, CACHE = RolloutConfig(), CacheConfig()
 BATCH = ROLLOUT.n_prompts * AlgorithmConfig().group_size
@@ -60,16 +60,7 @@ def bare_pool(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
 
 
 def full_loop(model: PreTrainedModel, input_ids: torch.Tensor, policy: str) -> None:
-    generate(
-        model,
-        input_ids,
-        torch.ones_like(input_ids),
-        cache=replace(CacheSpec(**asdict(CACHE)), policy=policy),
-        max_new_tokens=NEW,
-        eos_token_id=None,
-        pad_token_id=0,
-        generator=torch.Generator().manual_seed(0),
-    )
+    sample(model, input_ids, replace(CacheSpec(**asdict(CACHE)), policy=policy), NEW)
 
 
 def seconds(run: Callable[..., None], *arguments: object) -> float:
@@ -83,9 +74,7 @@ def median_ratio(over: list[float], under: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     n_rounds = parser.parse_args().rounds
     torch.manual_seed(0)

@@ -12,12 +12,12 @@ slots that the cache has, which grows with the rows that run, *reserved* those f
 every row.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import command_line
 import torch
 from text_table import text_table
 from torch import Tensor
@@ -124,9 +124,7 @@ def count(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--interval", type=int, default=128)

@@ -9,7 +9,6 @@ export of the latter: about 7 minutes on two cores. Records of different process
 Columns of times, speeds and memory are left out; METRIC_NAMES maps columns that the change has renamed.
 """
 
-import argparse
 import csv
 import hashlib
 import json
@@ -19,6 +18,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import command_line
 
 FAST = {
     "smd": [],
@@ -144,9 +145,7 @@ def differences(old: object, new: object, path: str = "") -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("action", choices=["record", "check"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import command_line
 from gpu_parts.stages import LOG, PAGE, TITLES, Ended, environment, run_stage, say
 
 
@@ -87,9 +88,7 @@ def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="folder of gpu.jsonl, gpu.md and gpu.log")
     target.add_argument("--page", type=Path, help="file of rows whose page to print; nothing is measured")

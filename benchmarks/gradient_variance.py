@@ -16,10 +16,10 @@ For each arm (an experiment preset), on the default testbed:
 Rows go to benchmarks/results/gradient_variance.jsonl.
 """
 
-import argparse
 import statistics
 from pathlib import Path
 
+import command_line
 import record
 import torch
 from gradient_parts.runs import STANDS_STILL, FreshGradients, Log, config, run
@@ -133,9 +133,7 @@ def report(row: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--arms", nargs="+", default=["shadow", "smd", "tis"])
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--cost-iterations", type=int, default=41)

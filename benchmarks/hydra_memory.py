@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
+import command_line
 import record
 import torch
 from hydra_parts.measure import check_backbones, largest_fitting, measure_held
@@ -32,7 +33,6 @@ from hydra_parts.tables import (
     PAPER_NOTE,
     Result,
     equal_memory_table,
-    headlines,
     memory_table,
     paper_table,
     passes_table,
@@ -124,7 +124,6 @@ def main() -> None:
         print(f"\nBatch {args.batch} for all\n{memory_table(results)}")
         print(f"\nAt most {limit / MB:,.1f} MB for all\n{equal_memory_table(results)}")
         print(f"\nLlama-7B by the same formula\n{paper_table()}\n{PAPER_NOTE}")
-        print(f"\n{headlines(results, limit)}")
     if args.plot and results:
         draw(results).savefig(args.plot, dpi=200)
     if args.passes:
@@ -151,9 +150,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

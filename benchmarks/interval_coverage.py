@@ -11,10 +11,10 @@ few seeds, with the paired interval of docs/results/study.md. Rows go to
 benchmarks/results/interval_coverage.jsonl.
 """
 
-import argparse
 from collections.abc import Iterator
 from math import exp, lgamma
 
+import command_line
 import numpy as np
 import record
 from text_table import text_table
@@ -181,9 +181,7 @@ def latest(rows: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--report", action="store_true")
     asked = parser.parse_args()

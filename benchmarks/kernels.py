@@ -1,6 +1,6 @@
 """Speed of the Triton kernels, against the machine's limits and against alternatives.
 
-    python benchmarks/kernels.py [--plot kernels.png]
+    python benchmarks/kernels.py
     python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20 [--skip-flex]
     python benchmarks/kernels.py --ops decode_attention shadow_attention --tune
 
@@ -23,9 +23,8 @@ what is timed is the plain definition, and rows are kept only with --record.
 import argparse
 import os
 import tempfile
-from pathlib import Path
 
-from time_limit import add_restart_options
+import command_line
 
 # transformers asks a package of this name for its version, and from a script beside this file it finds this
 __version__ = "0"
@@ -57,9 +56,7 @@ def prepare_triton(device: str) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cases whose label contains it; _ stands for a space"
@@ -67,25 +64,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-flex", action="store_true", help="leave out FlexAttention, which takes a minute to compile"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    command_line.add_device_options(parser)
     parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
-    parser.add_argument("--plot", type=Path, metavar="PNG")
     parser.add_argument("--tune", action="store_true", help="time other tiles, warps and stages instead")
-    parser.add_argument(
-        "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
-    )
-    add_restart_options(parser)
-    args = parser.parse_args(arguments)
-    if args.device is None:
-        import torch
-
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    command_line.add_restart_options(parser)
+    args = command_line.complete(parser.parse_args(arguments))
     if args.tune and args.device == "cpu" and args.size is None:
         parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
     args.only = args.only.replace("_", " ")
     args.size = args.size or ("real" if args.device == "cuda" else "toy")
-    args.record = args.device == "cuda" if args.record is None else args.record
     return args
 
 

@@ -1,6 +1,6 @@
 """Cost of a learner's step by budget and length: log-probs under replay, and their backward pass.
 
-    python benchmarks/learner.py [--plot learner.png]
+    python benchmarks/learner.py
     python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096
 
 A decoder of random weights reads a synthetic rollout with the evictions of a simulated h2o, forward and
@@ -20,11 +20,10 @@ are kept only with --record.
 import allocator  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
-from pathlib import Path
 
+import command_line
 from kernels import prepare_triton
 from shapes import QWEN_1_5B
-from time_limit import add_restart_options
 
 PRESETS = {
     "tiny": {
@@ -62,10 +61,8 @@ def main() -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser = command_line.parser(__doc__)
+    command_line.add_device_options(parser)
     parser.add_argument("--preset", choices=PRESETS, help="default: 1.5b on CUDA, tiny on a CPU")
     parser.add_argument("--layers", type=int, help="fewer than the preset has")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence")
@@ -75,20 +72,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
-    parser.add_argument("--plot", type=Path, metavar="PNG")
-    parser.add_argument(
-        "--record", action=argparse.BooleanOptionalAction, help="append to results/; default: on CUDA"
-    )
-    add_restart_options(parser)
-    args = parser.parse_args(arguments)
-    if args.device is None:
-        import torch
-
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    command_line.add_restart_options(parser)
+    args = command_line.complete(parser.parse_args(arguments))
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.record = args.device == "cuda" if args.record is None else args.record
     return args
 
 

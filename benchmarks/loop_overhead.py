@@ -10,7 +10,6 @@ the next problems, credit. `rest` is all that is left: the loop itself, and its 
 Rows go to benchmarks/results/loop_overhead.jsonl.
 """
 
-import argparse
 import tempfile
 import time
 from collections import defaultdict
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import command_line
 import record
 from rich.console import Console
 from text_table import text_table
@@ -168,9 +168,7 @@ def table(seconds: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--no-record", action="store_true", help="print alone")
     args, overrides = parser.parse_known_args()

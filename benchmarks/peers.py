@@ -15,7 +15,6 @@ TRL runs in a process of its own, with any Python that has `trl` and `datasets`:
 Rows go to benchmarks/results/peers.jsonl.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import record
 import torch
 from peers_parts.profiles import Profiles
@@ -274,9 +274,7 @@ def table(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--trl-python", default=sys.executable, help="Python with trl; default: this one")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that are counted")
     parser.add_argument("--only", action="append", choices=CACHES, help="cache of lit_rlkv; default: each")

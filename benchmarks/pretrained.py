@@ -2,7 +2,7 @@
 
     python benchmarks/pretrained.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 1] [--minutes 60]
     python benchmarks/pretrained.py --fast              a look at the output in a minute, records nothing
-    python benchmarks/pretrained.py --report            docs/results/pretrained.md and its figure
+    python benchmarks/pretrained.py --report            tables and figure of docs/results/pretrained.md
 
 `make smollm2` or `python scripts/fetch_model.py` fetches the model. Every policy and budget answers questions
 on documents, few-shot questions and long chats; then come sampled rollouts of up to 1,024 tokens. A chunk is
@@ -10,20 +10,20 @@ one batch of prompts. Each finished cell is a row of benchmarks/results/pretrain
 goes on, and with more chunks it adds prompts.
 """
 
-import argparse
 import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import command_line
+
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import record
 import torch
-from pretrained_parts import page, plot, rollouts
+from pretrained_parts import plot, rollouts, tables
 from pretrained_parts.answers import Answers, timed
-from pretrained_parts.claims import SHOWN_BUDGET
 from pretrained_parts.results import Results
 from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, Sizes, cells
 
@@ -32,8 +32,7 @@ from lit_rlkv.runs.context import CONVERTED_MODELS
 
 ROOT = record.ROOT
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-PAGE = ROOT / "docs" / "results" / "pretrained.md"
-FIGURE = PAGE.parent / "pictures" / "pretrained.png"
+FIGURE = ROOT / "docs" / "results" / "pictures" / "pretrained.png"
 GUESSES = {"recall": 10.0, "few_shot": 8.0, "chat": 20.0, "long": 210.0, "bf16": 25.0}
 """Seconds of a cell by block, until one has been timed."""
 
@@ -101,27 +100,19 @@ def describe(row: dict) -> str:
     return "  ".join(parts)
 
 
-def report(rows: Sequence[dict]) -> None:
-    """Write the page and its figure."""
-    results = Results.of(rows)
-    plot.draw(results, SHOWN_BUDGET, FIGURE)
-    PAGE.write_text(page.written(results), encoding="utf-8")
-    print(f"{PAGE}\n{FIGURE}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
     parser.add_argument("--chunks", type=int, default=1, help="batches of prompts of each kind")
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--threads", type=int, help="of this process; default: those that torch takes")
     parser.add_argument("--fast", action="store_true", help="few small cells, nothing recorded")
-    parser.add_argument("--report", action="store_true", help="write the page and the figure, run nothing")
+    parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     args = parser.parse_args()
     if args.report:
-        report(record.rows(NAME))
+        results = Results.of(record.rows(NAME))
+        print(tables.report(results))
+        plot.draw(results, tables.SHOWN_BUDGET, FIGURE)
         return
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -129,7 +120,7 @@ def main() -> None:
     folder = model_folder(args.model)
     rows = run(folder, args.model.stem, sizes, n_chunks, args.minutes, keeps=not args.fast)
     if args.fast:
-        print(page.written(Results.of(rows)))
+        print(tables.report(Results.of(rows)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ one thread; then as many completions of random tokens turned into text. Medians 
 benchmarks/results/prompts.jsonl.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -16,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import command_line
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -69,9 +70,7 @@ def median_ms(run: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=512)

@@ -14,13 +14,13 @@ T + n_steps · t(gradients) seconds. What comes on top is waiting: for the longe
 for the memory that the processes share.
 """
 
-import argparse
 import csv
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import command_line
 import record
 import torch
 import torch.distributed as dist
@@ -129,9 +129,7 @@ def measure(n_rounds: int, n_iterations: int) -> tuple[dict[int, dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()

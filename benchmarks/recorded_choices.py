@@ -17,7 +17,7 @@ from typing import Any
 
 import record
 import torch
-from routing import CACHE, PRECISIONS, make_model, sample
+from routing import CACHE, PRECISIONS, make_model, sample_routed
 from text_table import text_table
 
 from lit_rlkv import Rollout, prepare_backbone, replay_logps
@@ -49,7 +49,7 @@ def gap(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, float]:
 def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> dict[str, Any]:
     """Return bytes per token of each record, and the gap of each learner."""
     model = prepare_backbone(make_model(FAMILY, seed, device).to(PRECISIONS[precision]))
-    rollout = sample(model, seed, n_rows, n_tokens, **SAMPLING)
+    rollout = sample_routed(model, seed, n_rows, n_tokens, **SAMPLING)
     n_all = int(rollout.attention_mask.sum())
     return {
         "seed": seed,

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import record
 import torch
 from rollout_parts.setting import PRESETS, Setting
-from time_limit import TimeLimit, add_restart_options
+from time_limit import TimeLimit
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -90,9 +91,7 @@ def folder_of(path: Path) -> Path:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
@@ -106,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--new", type=int, help="tokens of a response; default: a quarter of the preset's")
     parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
-    add_restart_options(parser)
+    command_line.add_restart_options(parser)
     arguments = parser.parse_args()
     arguments.budget = arguments.budget or PRESETS[arguments.preset].budgets[0]
     arguments.new = arguments.new or PRESETS[arguments.preset].new // 4

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import command_line
 import record
 import torch
 from text_table import text_table
@@ -96,9 +97,7 @@ def medians(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--responses", type=int, default=64, help=f"a multiple of {GROUP_SIZE}")
     parser.add_argument("--tokens", type=int, default=192, help="longest response")
     parser.add_argument("--seconds", type=float, default=0.1, help="of the reward function, for one response")

@@ -2,7 +2,6 @@
 
     python benchmarks/rollout.py [--device cuda] [--preset 1.5b|tiny] [--batch N] [--new N] [--budgets N ...]
                                  [--minutes M] [--compile-layers] [--skip-theirs] [--schedules] [--record]
-                                 [--plot FILE]
 
 Every run samples from random weights with no end of sequence, so all rows write `--new` tokens. Before
 anything is timed, the plain definitions must replay the log-probs of a rollout that the kernels sampled.
@@ -24,16 +23,16 @@ import allocator  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import command_line
 import record
 import torch
 from rollout_parts.ours import time_ours
 from rollout_parts.schedules import print_schedules, time_schedules
 from rollout_parts.setting import PRESETS, Setting
 from rollout_parts.theirs import time_theirs
-from time_limit import TimeLimit, add_restart_options
+from time_limit import TimeLimit
 
 NAME = "rollout"
 Row = dict[str, Any]
@@ -58,34 +57,8 @@ def measurements(
         yield ours | {"budget": budget}, lambda budget=budget: time_ours(setting, budget, limit)
 
 
-def plot(rows: list[Row], file: Path) -> None:
-    """Tokens per second against the budget, with transformers' as a line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    ours = [row for row in rows if "budget" in row]
-    figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    axis.plot([row["budget"] for row in ours], [row["tokens_per_s"] for row in ours], "o-", label="lit_rlkv")
-    for row in rows:
-        if row["cache"] == "transformers dense":
-            label = f"transformers.generate, dense, batch {row['batch']}"
-            axis.axhline(row["tokens_per_s"], linestyle="--", color="grey", label=label)
-    axis.set(
-        xlabel="budget, keys per layer and KV head",
-        ylabel="tokens per second",
-        ylim=(0, None),
-        title=f"batch {ours[0]['batch']}, {ours[0]['new']:,} new tokens",
-    )
-    axis.legend()
-    figure.savefig(file, dpi=150)
-
-
 def parse() -> tuple[argparse.Namespace, Setting]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
@@ -96,10 +69,9 @@ def parse() -> tuple[argparse.Namespace, Setting]:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", action="store_true")
     parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--skip-theirs", action="store_true", help="leave out transformers.generate")
     parser.add_argument("--compile-layers", action="store_true", help="rollout.compile_layers=true, for ours")
-    add_restart_options(parser)
+    command_line.add_restart_options(parser)
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
     arguments.budgets = arguments.budgets or list(preset.budgets)
@@ -140,8 +112,6 @@ def main() -> None:
             print_row(row)
         rows.append(row)
     print_ratios(rows)
-    if arguments.plot:
-        plot(rows, arguments.plot)
 
 
 def print_row(row: Row) -> None:

@@ -14,11 +14,12 @@ from contextlib import contextmanager, nullcontext
 
 import record
 import torch
+from sampled import sample
 from text_table import text_table
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lit_rlkv import CacheSpec, generate, prepare_backbone, replay_logps
+from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
 
 NAME = "rounded_logits"
 VOCAB, HIDDEN = 1024, 128
@@ -67,16 +68,7 @@ def measure(model: PreTrainedModel, cache: CacheSpec, n_rows: int, n_tokens: int
     """Return mean, 99th percentile and largest gap of the tokens of a rollout, in nats."""
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator).to(model.device)
-    rollout = generate(
-        model,
-        input_ids,
-        torch.ones_like(input_ids),
-        cache=cache,
-        max_new_tokens=n_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        generator=torch.Generator(model.device).manual_seed(0),
-    )
+    rollout = sample(model, input_ids, cache, n_tokens)
     size = (replay_logps(model, rollout) - rollout.rollout_logps).abs()[rollout.response_mask].double()
     return {"mean": size.mean().item(), "p99": size.quantile(0.99).item(), "max": size.max().item()}
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import record
 import torch
+from sampled import sample
 from text_table import text_table
 from torch import Tensor
 from transformers import (
@@ -28,7 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lit_rlkv import CacheSpec, Rollout, generate, prepare_backbone, replay_logps
+from lit_rlkv import CacheSpec, Rollout, prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.replay import replay_evicted_at
 from lit_rlkv.models.routing import by_token, recorded_experts, routers_of
@@ -85,21 +86,11 @@ def make_model(family: str, seed: int, device: str) -> PreTrainedModel:
     return model
 
 
-def sample(model: PreTrainedModel, seed: int, n_rows: int, n_tokens: int, **sampling: Any) -> Rollout:
+def sample_routed(model: PreTrainedModel, seed: int, n_rows: int, n_tokens: int, **sampling: Any) -> Rollout:
+    """Return a rollout of random prompts with the sampler's experts."""
     generator = torch.Generator(model.device).manual_seed(seed)
     input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator, device=model.device)
-    return generate(
-        model,
-        input_ids,
-        torch.ones_like(input_ids),
-        cache=CACHE,
-        max_new_tokens=n_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        generator=generator,
-        record_routing=True,
-        **sampling,
-    )
+    return sample(model, input_ids, CACHE, n_tokens, generator, record_routing=True, **sampling)
 
 
 def step_of_adam(model: PreTrainedModel, rollout: Rollout, lr: float) -> PreTrainedModel:
@@ -143,7 +134,7 @@ def run(family: str, seed: int, device: str, n_rows: int, n_tokens: int) -> list
     master = make_model(family, seed, device)
     found = []
     for precision, dtype in PRECISIONS.items():
-        rollout = sample(prepare_backbone(deepcopy(master).to(dtype)), seed, n_rows, n_tokens)
+        rollout = sample_routed(prepare_backbone(deepcopy(master).to(dtype)), seed, n_rows, n_tokens)
         for lr in LEARNING_RATES:
             after = step_of_adam(master, rollout, lr) if lr > 0 else deepcopy(master)
             figures = measure(prepare_backbone(after.to(dtype)), rollout)

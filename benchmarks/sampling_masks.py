@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import command_line
 import record
 import torch
+from sampled import sample
 from text_table import text_table
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv import CacheSpec, generate, prepare_backbone
+from lit_rlkv import CacheSpec, prepare_backbone
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.rollout import decoder
@@ -72,17 +74,7 @@ def decode(model: Any, args: argparse.Namespace, kind: type[MaskRecord], options
     decoder.MaskRecord = kind  # type: ignore[misc]
     prompts = torch.randint(3, args.vocab, (args.rows, 12), generator=torch.Generator().manual_seed(0))
     started_at = time.process_time()
-    rollout = generate(
-        model,
-        prompts,
-        torch.ones_like(prompts),
-        cache=CACHE,
-        max_new_tokens=args.tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        generator=torch.Generator().manual_seed(0),
-        **options,  # type: ignore[arg-type]
-    )
+    rollout = sample(model, prompts, CACHE, args.tokens, **options)  # type: ignore[arg-type]
     return 1000 * (time.process_time() - started_at) / args.tokens, rollout
 
 
@@ -145,9 +137,7 @@ def replay_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rows", type=int, default=16, help="responses at a time")
     parser.add_argument("--tokens", type=int, default=40, help="of each response")
     parser.add_argument("--vocab", type=int, default=49_152)

@@ -7,8 +7,7 @@ a query and a key that the sampler saw, the least that any exact kernel computes
 forward pass and dQ visit; pairs in the tiles that dK and dV visit; and how many slots there are.
 """
 
-import argparse
-
+import command_line
 import record
 import torch
 from jaxtyping import Int
@@ -57,9 +56,7 @@ def tile_pairs(evicted_at: Int[Tensor, "kv_head seq"], plan: SlotPlan) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seq", type=int, default=16_384)
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--kv-heads", type=int, default=8)

@@ -9,11 +9,11 @@ run again. The minutes hold for a machine without other work. They include the S
 runs has its model already.
 """
 
-import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 
+import command_line
 import fit_process
 import record
 from study_parts.runs import read_metrics
@@ -113,9 +113,7 @@ def report(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--report", action="store_true", help="print the table, run nothing")

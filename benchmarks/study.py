@@ -2,7 +2,6 @@
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
     python benchmarks/study.py --blocks timing              on a machine that does nothing else
-    python benchmarks/study.py --again 2                    so many finished runs once more, and what differs
     python benchmarks/study.py --report                     tables and figure of what has been run
     python benchmarks/study.py --report --rows study_earlier   tables of runs before 2026-11-25, evicted later
 
@@ -18,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import command_line
 import record
 from study_parts import exposure, plan, plot, runs, tables, timing, variance
-from study_parts.analysis import processor
 from study_parts.plan import Setting
 
 
@@ -160,22 +159,6 @@ def draw(done: dict[str, dict]) -> None:
         plot.draw(arms, FIGURE)
 
 
-def again(args: argparse.Namespace) -> None:
-    """Finished runs of this processor once more, from all over the file, and what came out otherwise."""
-    here = processor(record.provenance())
-    rows = [row for row in runs.finished().values() if processor(row) == here]
-    n = min(args.again, len(rows))
-    if not rows:
-        print(f"no run has finished on {here}, and on another processor numbers are others")
-    for place in range(1, n + 1):
-        row = rows[place * len(rows) // n - 1]
-        differing = runs.again(row, args.runs_dir.absolute())
-        name = f"{row['name']} at {row['lr']:g}, seed {row['seed']}, commit {row['commit']}"
-        print(
-            f"{name}: {', '.join(differing) or 'everything but seconds'} {'differ' if differing else 'alike'}"
-        )
-
-
 def describe(row: dict) -> str:
     def percent(name: str) -> str:
         value = row[name]
@@ -194,14 +177,11 @@ MEASUREMENTS = {"exposure": run_exposures, "variance": run_variances, "timing": 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--blocks", nargs="+", default=[*MEASUREMENTS, "rates", *plan.BLOCKS, "clock"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--again", type=int, default=0, metavar="N", help="run N finished ones once more")
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     parser.add_argument("--rows", default=runs.NAME, metavar="NAME", help="rows to report, in results/")
     args = parser.parse_args()
@@ -210,9 +190,6 @@ def main() -> None:
         print(report(done))
         if args.rows == runs.NAME:
             draw(done)
-        return
-    if args.again:
-        again(args)
         return
     args.stop_at = time.monotonic() + 60 * args.minutes
     args.runs_dir = args.runs_dir.absolute()

@@ -14,7 +14,6 @@ Runs what is missing in benchmarks/results/trl_shadow_vs_tis.jsonl, one after an
 to start new runs when the minutes are over; started again, it goes on.
 """
 
-import argparse
 import shutil
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import fit_process
 import record
 import torch
@@ -166,9 +166,7 @@ def finished(n_rollouts: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=("shadow", "tis", "mis", "naive"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=40, help="rollouts of each run")

@@ -8,13 +8,13 @@ cache. Each runs in a process of its own with one thread, and their steps altern
 slows all of them. All responses have the same length. Rows go to benchmarks/results/trl_side_by_side.jsonl.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import command_line
 import peers
 import record
 import torch
@@ -103,9 +103,7 @@ def markdown(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that are counted")
     parser.add_argument("--record", action="store_true", help="add the row to benchmarks/results")
     parser.add_argument(

@@ -69,6 +69,16 @@ def share_sft_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     return get
 
 
+@pytest.fixture(scope="module")
+def sft_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which a first run has left its SFT model."""
+    from tests.whole_runs import run
+
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "first")
+    return folder
+
+
 @pytest.fixture
 def _as_users_run_it() -> Iterator[None]:
     """Turn off the type checks of the test run, which would raise before the package's own errors."""

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import CONF_DIR, Config, ConfigError, build
+from lit_rlkv.config import Config, ConfigError, build
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import CheckpointDir
@@ -27,7 +26,7 @@ from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.stages.rl import train_policy
 from tests.hand_built import MetricLog
 from tests.tiers import pairwise, short_tier, slow
-from tests.whole_runs import TINY
+from tests.whole_runs import TINY, composed
 
 SMALL = [
     *TINY,
@@ -44,18 +43,17 @@ DISTILLATIONS = ("none", "sparse_student", "dense_student")
 
 
 @cache
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        return compose("config", overrides=[*SMALL, *overrides])
+def small(*overrides: str) -> DictConfig:
+    return composed(*SMALL, *overrides)
 
 
 def config(folder: Path, *overrides: str) -> Config:
     """Return the config of these overrides; each option is composed once, because composing is slow."""
-    cfg = copy.deepcopy(composed())
+    cfg = copy.deepcopy(small())
     choices = [override for override in overrides if "." not in override.split("=")[0]]
     for choice in choices:
         group = choice.split("=")[0]
-        cfg[group] = composed(choice)[group]
+        cfg[group] = small(choice)[group]
     settings = [override for override in overrides if override not in choices]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"runs_dir={folder}", *settings]))
     return checked_config(cfg)

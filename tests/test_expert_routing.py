@@ -1,6 +1,5 @@
 """Expert routing through the config: runs on checkpoints of mixtures of experts, in float32 and bfloat16."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from tests.models_zoo import MOE_FAMILIES
 from tests.saved_models import save_checkpoint
 from tests.test_model_families import rolled_out
 from tests.tiers import short_tier
-from tests.whole_runs import TINY, config, run, run_on_ranks
+from tests.whole_runs import TINY, config, rows_of, run, run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 LIGHT = ["stages=[rl]", "diagnostics=none", "roles.rank=4"]
@@ -29,12 +28,11 @@ REPLAYED = "rollout.replay_routing=true"
 def metrics_of(folder, name, checkpoint, *overrides):
     """The rows of a run, by iteration."""
     run(folder, name, *LIGHT, f"model.path={checkpoint}", *overrides)
-    return rows_of(folder / name)
+    return numbers_of(folder / name)
 
 
-def rows_of(run_dir):
-    with (run_dir / "metrics.csv").open(newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+def numbers_of(folder):
+    return [{key: float(value) for key, value in row.items() if value} for row in rows_of(folder)]
 
 
 @pytest.mark.parametrize("family", short_tier(MOE_FAMILIES, ["deepseek_v2"]))
@@ -93,7 +91,7 @@ def test_two_processes_compute_the_updates_of_one(strategy, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
     one = metrics_of(tmp_path, "one", checkpoint, *AT_ONCE, "rollout.n_shards=2")
     run_on_ranks(tmp_path, "two", 2, *LIGHT, f"model.path={checkpoint}", *AT_ONCE, *strategy)
-    two = rows_of(tmp_path / "two")
+    two = numbers_of(tmp_path / "two")
     for ours, theirs in zip(one, two, strict=True):
         assert max(row["kv/replay_gap"] for row in (ours, theirs)) < 1e-4
         assert ours["grad_norm"] > 1e-2
@@ -109,7 +107,7 @@ def test_compiled_layers_record_the_experts_that_are_replayed(tmp_path):
     command = [sys.executable, "-m", "lit_rlkv.fit", *TINY, *options, f"hydra.run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    first, second = rows_of(tmp_path / "run")
+    first, second = numbers_of(tmp_path / "run")
     assert 0 < first["kv/replay_gap"] < 1e-4
     assert 0 < second["kv/replay_gap"] < 1e-4  # other weights
     assert second["kv/recorded_bytes/expert_ids"] > 0

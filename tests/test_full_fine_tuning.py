@@ -15,9 +15,9 @@ from lit_rlkv.export import export
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages.export import policy_logits, probe_tokens
 from tests.hand_built import ARMS, gradients_of, make_datamodule, make_model, make_module, make_roles
-from tests.test_resume import assert_same_run, rows_of
+from tests.test_resume import assert_same_run
 from tests.tiers import short_tier
-from tests.whole_runs import config, run, scoring
+from tests.whole_runs import config, rows_of, run, scoring
 
 FULL = [
     *("stages=[rl]", "algorithm=grpo", "roles=full", "optimizer.lr=0.003", "diagnostics=none"),

@@ -30,14 +30,6 @@ ROOT = Path(__file__).parent.parent
 LONG = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=4000", "callbacks.samples_every=9999"]
 
 
-@pytest.fixture(scope="module")
-def sft_runs(tmp_path_factory):
-    """A folder in which a first run has left its SFT model."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first")
-    return folder
-
-
 def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,6 +1,5 @@
 """Properties of runs over hundreds of iterations."""
 
-import csv
 import gc
 import statistics
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from tests.whole_runs import run
+from tests.whole_runs import rows_of, run
 
 PERFORMANCE = "{_target_:lit_rlkv.callbacks.performance.Performance,every:1}"
 MIB = 2**20
@@ -32,7 +31,6 @@ def test_nothing_grows_over_200_iterations(tmp_path, monkeypatch):
     )  # fmt: skip
     assert len(n_tensors) == 10
     assert len(set(n_tensors[1:])) == 1  # one tensor kept an iteration would be 20 more each time
-    with (tmp_path / "long" / "metrics.csv").open(newline="") as file:
-        resident = [float(row["memory/update/resident"]) for row in csv.DictReader(file)]
+    resident = [float(row["memory/update/resident"]) for row in rows_of(tmp_path / "long")]
     early, late = statistics.median(resident[60:80]), statistics.median(resident[-20:])
     assert late - early < 8 * MIB

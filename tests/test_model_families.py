@@ -1,7 +1,5 @@
 """Checkpoints of many model families, through the config: loaded, rolled out, replayed, updated, exported."""
 
-import csv
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,7 +25,7 @@ from tests.models.test_hybrids import CONFIGS as HYBRIDS
 from tests.models_zoo import FAMILIES, build
 from tests.saved_models import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
 from tests.tiers import short_tier, slow
-from tests.whole_runs import config, run
+from tests.whole_runs import config, rows_of, run
 
 LIGHT = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1", "roles.rank=4"]
 
@@ -41,8 +39,7 @@ def opened(folder, checkpoint, *overrides):
 def metrics_of(folder, name, checkpoint, *overrides):
     """The only row of a run of one iteration."""
     run(folder, name, *LIGHT, f"model.path={checkpoint}", *overrides)
-    with (folder / name / "metrics.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows_of(folder / name)
     return {key: float(value) for key, value in row.items() if value}
 
 

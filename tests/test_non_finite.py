@@ -1,6 +1,5 @@
 """Steps without a finite gradient are skipped, and training ends after too many."""
 
-import csv
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from lit_rlkv.runs.starting_model import SFT_MODELS, backbone_id
 from lit_rlkv.runs.weights import trainable_weights
 from lit_rlkv.trainer import Learner, TrainState
 from tests.tiers import slow
-from tests.whole_runs import run
+from tests.whole_runs import rows_of, run
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -155,8 +154,7 @@ def test_rewards_that_float32_cannot_square_reach_no_loss(tmp_path, score, norma
         f"reward.functions.custom.path={tmp_path}/rewards.py:score", f"reward.normalize={normalize}",
         "reward.max_failed=1", "algorithm.n_iterations=2",
     )  # fmt: skip
-    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "run")
     assert all(0 < float(row["reward/failed_fraction"]) < 1 for row in rows)
     for name in ("skipped_steps", "reward", "loss", "value_loss", "grad_norm", "rewards/custom/mean"):
         assert all(0 <= abs(float(row[name])) < 1e6 for row in rows), name
@@ -178,7 +176,6 @@ def test_a_run_leaves_out_a_step_without_a_gradient_and_ends_when_that_repeats(
     failure = pytest.raises(NonFiniteError, match=r"6 .* norm nan.*Start a new run")
     with nullcontext() if broken == {2} else failure:
         run(tmp_path, "run", "stages=[sft,rl]", *options)
-    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
-        skipped = [float(row["skipped_steps"]) for row in csv.DictReader(file)]
+    skipped = [float(row["skipped_steps"]) for row in rows_of(tmp_path / "run")]
     assert skipped == ([0, 1, 0] if broken == {2} else [0, 1, 1, 1, 1, 1])
     assert CheckpointDir(tmp_path / "run" / "checkpoints").latest().iteration == len(skipped)

@@ -13,8 +13,8 @@ from lit_rlkv.export import export
 from lit_rlkv.runs.checkpoint import REFERENCE
 from lit_rlkv.runs.open_run import find_run, open_run
 from tests.test_full_fine_tuning import FULL, KL, PREFIX, start_weights, trained_weights
-from tests.test_resume import assert_same_run, rows_of
-from tests.whole_runs import config, run, run_killed, scoring
+from tests.test_resume import assert_same_run
+from tests.whole_runs import config, rows_of, run, run_killed, scoring
 
 OPTIONS = [*FULL, KL, "experiment=shadow", "algorithm.lr_schedule=constant"]
 EVERY = "algorithm.reference_sync.every"

@@ -1,6 +1,5 @@
 """Invariant 8: runs that are killed, interrupted or damaged resume where they were, bit for bit on a CPU."""
 
-import csv
 import json
 import signal
 import subprocess
@@ -19,15 +18,10 @@ from lit_rlkv.interrupts import REQUEUE as EXIT_CODE
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.runs.training_run import Results
 from tests.tiers import slow
-from tests.whole_runs import TINY, run, run_killed, said_by, scoring
+from tests.whole_runs import TINY, rows_of, run, run_killed, said_by, scoring
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
-
-
-def rows_of(folder):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def seconds_of(folder, stage):
@@ -43,14 +37,6 @@ def assert_same_run(folder, straight):
         assert [row[name] for row in ours] == [row[name] for row in theirs], name
     last = f"checkpoints/iteration-{len(theirs):06d}/trainable.safetensors"
     assert (folder / last).read_bytes() == (straight / last).read_bytes()
-
-
-@pytest.fixture(scope="module")
-def sft_runs(tmp_path_factory):
-    """A folder in which a first run has left its SFT model."""
-    folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first")
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from hatchling.builders.wheel import WheelBuilder
 from jaxtyping import TypeCheckError
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -48,32 +46,16 @@ def test_every_direct_dependency_is_pinned_inside_its_range():
     assert unmet([*PROJECT["dependencies"], *tested, *dev], pins) == []
 
 
-def test_a_pin_outside_its_range_and_a_missing_pin_are_caught():
-    pins = pinned("torch==2.10.0\npeft==0.21.2  # within its range\n")
-    assert unmet(["torch>=2.11", "peft>=0.20", "wandb"], pins) == ["torch", "wandb"]
-
-
 def test_pins_are_release_versions_without_a_local_build():
     # torch==2.13.0 also accepts a local 2.13.0+cpu; a pin on +cpu would accept nothing else
     pins = pinned((ROOT / "constraints.txt").read_text())
     assert [name for name, version in pins.items() if version.local] == []
 
 
-@pytest.mark.parametrize("line", ["torch @ https://example.org/torch.whl", "-e .", "torch>=2.11"])
-def test_a_constraint_that_is_no_pin_is_refused(line):
-    with pytest.raises(ValueError, match="unpack"):
-        pinned(line)
-
-
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])
 def test_malicious_lightning_releases_are_excluded(name):
     (accepted,) = [r.specifier for r in map(Requirement, PROJECT["dependencies"]) if r.name == name]
     assert [v for v in ("2.6.2", "2.6.3", "2.6.6") if v in accepted] == ["2.6.6"]
-
-
-def wheel_names(root: Path, directory: Path) -> set[str]:
-    (wheel,) = WheelBuilder(str(root)).build(directory=str(directory), versions=["standard"])
-    return set(zipfile.ZipFile(wheel).namelist())
 
 
 def make_clone(root: Path, files: dict[str, str]) -> None:
@@ -84,25 +66,6 @@ def make_clone(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-
-
-def test_wheel_ships_configs_and_templates_inside_the_package_and_nothing_beside_it(tmp_path):
-    files = [
-        "lit_rlkv/__init__.py",
-        "lit_rlkv/reporting/report.html.jinja",
-        "conf/fit.yaml",
-        "conf/task/sort.yaml",
-        "tests/test_x.py",
-        "notebooks/a.py",
-    ]
-    make_clone(tmp_path, dict.fromkeys(files, ""))
-    shipped = {name for name in wheel_names(tmp_path, tmp_path / "dist") if ".dist-info/" not in name}
-    assert shipped == {
-        "lit_rlkv/__init__.py",
-        "lit_rlkv/reporting/report.html.jinja",
-        "lit_rlkv/conf/fit.yaml",
-        "lit_rlkv/conf/task/sort.yaml",
-    }
 
 
 def lint_layers(root: Path) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,6 @@
 """Whole runs composed from the configs at a size that takes a second, for tests that need a run's folder."""
 
+import csv
 import os
 import socket
 import subprocess
@@ -41,10 +42,20 @@ TINY = [
 """Sums of three terms; a cache that evicts on both sides of the prompt's end."""
 
 
-def config(tmp_path, *overrides):
+def composed(*overrides):
+    """Return what Hydra makes of the overrides, unchecked."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        cfg = compose("config", overrides=[*TINY, f"runs_dir={tmp_path}", *overrides])
-    return checked_config(cfg)
+        return compose("config", overrides=[*overrides])
+
+
+def config(tmp_path, *overrides):
+    return checked_config(composed(*TINY, f"runs_dir={tmp_path}", *overrides))
+
+
+def rows_of(folder):
+    """Return the metrics of a run's iterations, as texts."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def run(tmp_path, name, *overrides, resumes=False):

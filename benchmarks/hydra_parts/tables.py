@@ -1,4 +1,4 @@
-"""Tables of the measurements: those of Hydra-RLHF (arXiv:2309.00754), its claims and figures."""
+"""Tables of the measurements, beside those of Hydra-RLHF (arXiv:2309.00754)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from text_table import text_table
 
 from lit_rlkv.models.layouts import LAYOUTS
 
-BASELINE, OURS = "lora_ppo", "hydra"
+BASELINE = "lora_ppo"
 MB, GB = 1e6, 1e9
 PAPER_GB = {"ppo": 220.0, "lora_ppo": 68.0, "j_hydra": 67.9, "hydra": 71.1}
 """Llama-7B, that of ppo an estimate; at different batches."""
@@ -71,7 +71,7 @@ def memory_table(results: Sequence[Result]) -> str:
 
 def equal_memory_table(results: Sequence[Result]) -> str:
     rows = []
-    base = by_name(results).get(BASELINE)
+    base = next((result for result in results if result.variant == BASELINE), None)
     for result in results:
         if result.largest_batch is None:
             continue
@@ -84,10 +84,6 @@ def equal_memory_table(results: Sequence[Result]) -> str:
             cells.append(f"{seconds.total / against.total - 1:+.0%}" if against else "–")
         rows.append([result.variant, str(result.largest_batch or "does not fit"), *cells])
     return text_table(["", "batch", "peak MB", "s/sample", "rollout", "update", f"to {BASELINE}"], rows)
-
-
-def by_name(results: Sequence[Result]) -> dict[str, Result]:
-    return {result.variant: result for result in results}
 
 
 def paper_table() -> str:
@@ -118,57 +114,6 @@ What remains of the paper's total is not explained by the formula: activations, 
 allocator's slack, and weights that mixed precision may keep twice. "tokens" is how many tokens of one
 forward and backward pass without checkpointing would fill it, at {ASSUMED_LEN} per sequence. The paper's
 totals are at different batches, chosen to fill one GPU: they compare in seconds and not in gigabytes."""
-
-
-def headlines(results: Sequence[Result], limit: int) -> str:
-    """The two claims of the paper, on this machine: PPO below SFT, and seconds saved at equal memory."""
-    found = by_name(results)
-    ours, base, sft = (found.get(name) for name in (OURS, BASELINE, SFT))
-    lines = []
-    if ours and sft:
-        lines.append(below_sft(ours, sft))
-    if ours and base and ours.seconds_at_largest and base.seconds_at_largest:
-        lines.append(saved_at_equal_memory(ours, base, limit))
-    return "\n".join(lines)
-
-
-def below_sft(ours: Result, sft: Result) -> str:
-    ratio = ours.held.peak / sft.held.peak
-    answer = "yes" if ratio < 1 else "no"
-    text = (
-        f"Is the peak of PPO on {OURS} below that of full SFT at batch {ours.batch}? {answer}: "
-        f"{mb(ours.held.peak)} MB against {mb(sft.held.peak)} MB ({ratio:.0%})."
-    )
-    if ratio >= 1:
-        rest = [result.held.peak - result.held.resident for result in (ours, sft)]
-        text += (
-            f" What it holds all the time is {mb(ours.held.resident)} against {mb(sft.held.resident)} MB; "
-            f"what comes and goes, {mb(rest[0])} against {mb(rest[1])} MB, grows with the batch."
-        )
-    return text
-
-
-def saved_at_equal_memory(ours: Result, base: Result, limit: int) -> str:
-    mine, theirs = ours.seconds_at_largest, base.seconds_at_largest
-    assert mine is not None
-    assert theirs is not None
-    saved = 1 - mine.total / theirs.total
-    paper = 1 - PAPER_SECONDS[OURS] / PAPER_SECONDS[BASELINE]
-    text = (
-        f"By how much are seconds per sample lower on {OURS} than on {BASELINE} at {mb(limit)} MB? "
-        f"{saved:.0%} (paper: {paper:.0%}), with batch {ours.largest_batch} against {base.largest_batch}: "
-        f"rollout {theirs.rollout:.3f} to {mine.rollout:.3f}, update {theirs.update:.3f} to "
-        f"{mine.update:.3f}. At batch {ours.batch} for both it is {ours.seconds.total:.3f} against "
-        f"{base.seconds.total:.3f}."
-    )
-    if ours.largest_batch == base.largest_batch:
-        text += " No larger batch fits: the backbones saved weigh less than the activations of one more row."
-    elif saved < paper:
-        text += (
-            " Batching saves where a step mostly reads weights, as decoding one row does; it saves little "
-            "where one row is work enough for the machine, as an update on few cores is."
-        )
-    return text
 
 
 def passes_table(rows: Sequence[tuple[str, int, dict[bool, PassCost]]]) -> str:

@@ -81,10 +81,6 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
             record.append(NAME, {"asked": asked, **row})
     if results:
         print("\n" + report(results, setting, shape))
-    if args.plot and results:
-        from kernel_parts.plot import draw_learner  # matplotlib is there for --plot alone
-
-        draw_learner(results, setting).savefig(args.plot)
     if refused:
         sys.exit("\n".join(refused))
     return results

@@ -60,10 +60,6 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
             if args.record:
                 record.append(NAME, row)
     print("\n" + report(results, setting, limits))
-    if args.plot and results:
-        from kernel_parts.plot import draw  # matplotlib is there for --plot alone
-
-        draw(results, setting).savefig(args.plot)
     if refused:
         sys.exit("\n".join(refused))
     return results

@@ -43,10 +43,6 @@ class Group:
         return exp(self.total("nll") / self.total("n_tokens"))
 
     @property
-    def dense_perplexity(self) -> float:
-        return exp(self.total("dense_nll") / self.total("n_tokens"))
-
-    @property
     def kl(self) -> float:
         """Mean KL(μ ‖ dense) of a token in nats."""
         return sum(self._kl_sums()) / self.total("n_tokens")
@@ -71,15 +67,6 @@ class Group:
     def overlap_p05(self) -> float:
         """5th percentile over tokens of Σ_v min(μ_v, π_v)."""
         return float(np.quantile([one for row in self.rows for one in row["overlap"]], 0.05))
-
-    @property
-    def kv_bytes(self) -> float:
-        """Bytes of the cache for one sequence."""
-        return self.total("kv_bytes") / self.n_prompts
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.total("n_decoded") / self.total("decode_seconds")
 
     def _kl_sums(self) -> list[float]:
         return np.sum([row["kl"] for row in self.rows], axis=0).tolist()

@@ -1,15 +1,38 @@
 """Tables of docs/results/pretrained.md."""
 
 from collections.abc import Callable, Iterable
-from math import isnan
+from math import exp, isnan, log
 
 from pretrained_parts.results import Group, Results, Row, bin_labels
-from pretrained_parts.setting import DENSE
+from pretrained_parts.setting import DENSE, KINDS
 
 from lit_rlkv.evaluation.results import IntervalEstimate
 from lit_rlkv.reporting.tables import markdown_table
 
 MISSING = "–"
+SHOWN_BUDGET = 64
+"""Budget of the table by position and of the figure."""
+
+
+def report(results: Results) -> str:
+    """Return all tables under their titles; those whose cells are missing are left out."""
+    blocks = {row["cell"]["block"] for row in results.rows}
+    parts = []
+    for kind in (kind for kind in KINDS if kind in blocks):
+        dense = results.dense(kind)
+        parts.append(f"## {kind}" + (f", perplexity with all keys {dense.perplexity:.2f}" if dense else ""))
+        parts.append(distances(results, kind))
+        if kind == "chat":
+            parts += [kl_intervals(results, kind), positions(results, kind, SHOWN_BUDGET)]
+        else:
+            parts.append(accuracy(results, kind))
+    if results.rollouts("long"):
+        parts += ["## What reweighting keeps", weights(results), "## Memory and speed", costs(results)]
+    if blocks - set(KINDS):
+        parts += ["## Replay gap", gaps(results)]
+    if means := rankings(results):
+        parts += ["## Means over budgets, best first", markdown_table(["prompts", "best first"], means)]
+    return "\n\n".join(parts)
 
 
 def _row(name: str, cells: Iterable[str | None]) -> list[str]:
@@ -70,6 +93,33 @@ def positions(results: Results, kind: str, budget: int) -> str:
         if group:
             body.append(_row(policy, (None if isnan(kl) else small(kl) for kl in group.kl_by_position)))
     return markdown_table(["policy", *bin_labels()], body)
+
+
+def rankings(results: Results) -> list[list[str]]:
+    """Return the policies by kind of prompts, best first: by mean accuracy, in chats by the KL's mean log."""
+    rows = []
+    for kind in KINDS:
+        means = {}
+        for policy in results.policies:
+            groups = [group for budget in results.budgets if (group := results.group(kind, policy, budget))]
+            if len(groups) == len(results.budgets):
+                means[policy] = sum(map(_cost, groups)) / len(groups)
+        if len(means) == len(results.policies) > 0:
+            best_first = sorted(means, key=means.__getitem__)
+            shown = {
+                p: small(exp(m)) if kind == "chat" else f"{100 * (1 - m):.0f} %" for p, m in means.items()
+            }
+            rows.append([kind, ", ".join(f"`{policy}` {shown[policy]}" for policy in best_first)])
+    return rows
+
+
+def _cost(group: Group) -> float:
+    """Return the share of wrong answers, or the log of the KL in chats."""
+    return 1 - group.accuracy.value if group.accuracy else log(max(group.kl, 1e-9))
+
+
+def _shown(kind: str, cost: float) -> str:
+    return small(exp(cost)) if kind == "chat" else f"{100 * (1 - cost):.0f} %"
 
 
 def weights(results: Results) -> str:

@@ -93,8 +93,8 @@ class Setting:
     def plain_model(self) -> PreTrainedModel:
         """Return the model as transformers has it, with random weights."""
         torch.manual_seed(0)
-        config = Qwen2Config(**self.shape.shape, pad_token_id=PAD)
-        config.num_hidden_layers = self.n_layers or config.num_hidden_layers
+        sizes = self.shape.shape | ({"num_hidden_layers": self.n_layers} if self.n_layers else {})
+        config = Qwen2Config(**sizes, pad_token_id=PAD)
         with self.device:
             return Qwen2ForCausalLM(config).to(self.dtype or self.shape.dtype).eval()
 

@@ -48,19 +48,6 @@ def run(setting: Setting, runs_dir: Path) -> dict:
     return row
 
 
-def again(row: dict, runs_dir: Path) -> list[str]:
-    """Names of what comes out otherwise than in a finished row, but for seconds; kept as a row, too."""
-    values = found(fit("again", row["overrides"], runs_dir), row["budget"])
-    differing = [
-        name for name, value in values.items() if not name.endswith("_seconds") and value != row[name]
-    ]
-    record.append(
-        f"{NAME}_again",
-        {"overrides": row["overrides"], "first_commit": row["commit"], "differing": differing},
-    )
-    return differing
-
-
 def found(folder: Path, budget: int) -> dict:
     """Return the measurements of a finished run."""
     return {**evaluation(folder, budget), **training(folder)}

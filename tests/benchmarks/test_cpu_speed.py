@@ -32,7 +32,7 @@ def path(tmp_path, monkeypatch):
 def test_both_sides_write_as_many_tokens(path):
     model = prepare_backbone(cpu_speed.load(path))
     prompts = cpu_speed.random_prompts(model, 2)
-    rollout = cpu_speed.sample_ours(model, prompts, cpu_speed.EVICTING, 8)
+    rollout = cpu_speed.sample(model, prompts, cpu_speed.EVICTING, 8)
     assert rollout.response_mask.sum() == 2 * 8
     theirs = cpu_speed.load(path)
     lengths = []

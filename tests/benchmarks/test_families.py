@@ -22,7 +22,8 @@ def row_of(title, model_type):
 def test_a_family_that_the_page_calls_exact_is(model_type):
     verdict = judge(model_type)
     assert verdict.is_exact
-    assert verdict.dense_gap > 100 * verdict.replay_gap  # the rollout evicted what mattered
+    # The rollout evicted what mattered, where some layer has no sliding window.
+    assert (verdict.dense_gap > 100 * verdict.replay_gap) == (verdict.n_windows < verdict.n_layers)
     assert verdict.name in (row := row_of("Exact", model_type))
     # with the sampler's experts, of those that have some
     assert (verdict.routing_gap is not None) == (model_type in ("mixtral", "deepseek_v3"))
@@ -49,11 +50,6 @@ def test_the_page_knows_every_causal_lm_of_transformers_once():
 )
 def test_the_page_says_of_which_mixtures_of_experts_the_routing_is_replayed(model_type):
     assert re.search(r"\| \d+e-\d+ \|$", row_of("Exact", model_type))
-
-
-def test_a_family_whose_routing_were_replayed_inexactly_would_stand_out():
-    assert Verdict("right", "RightForCausalLM", 1e-7, 0.4, 1e-7).is_exact
-    assert not Verdict("wrong", "WrongForCausalLM", 1e-7, 0.4, 1e-2).is_exact
 
 
 def test_a_family_that_were_accepted_without_being_exact_would_stand_out():

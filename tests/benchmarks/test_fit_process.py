@@ -9,16 +9,6 @@ def before(code):
     return (sys.executable, "-c", f"import sys; {code}")
 
 
-def test_a_run_is_told_its_folder_before_its_overrides(tmp_path):
-    folder = fit(tmp_path / "runs" / "a", tmp_path, ["seed=1"], before("print(*sys.argv)"))
-    assert folder == tmp_path / "runs" / "a"
-    told = (tmp_path / "runs" / "a.log").read_text().split()
-    assert told[2:] == [
-        *("-m", "lit_rlkv.fit", "fabric.n_threads=1"),
-        *(f"runs_dir={tmp_path}", f"hydra.run.dir={folder}", "seed=1"),
-    ]
-
-
 def test_leftovers_of_an_unfinished_run_are_removed(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "half").touch()

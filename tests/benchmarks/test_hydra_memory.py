@@ -6,9 +6,9 @@ import torch
 from hydra_memory import measure, row_of
 from hydra_parts.measure import Held, Phase, check_backbones, largest_fitting, measure_held, n_backbones
 from hydra_parts.plot import draw, parts_at_peak
-from hydra_parts.runs import SFT, make_roles, make_run
+from hydra_parts.runs import make_roles, make_run
 from hydra_parts.setting import PAD, PRESETS, Setting, make_tokenizer
-from hydra_parts.tables import Result, headlines
+from hydra_parts.tables import Result
 from hydra_parts.timing import Seconds, measure_passes
 
 from lit_rlkv.kvcache import CacheSpec
@@ -116,30 +116,6 @@ def test_stacked_passes_hold_more_at_once():
     run = make_run("hydra", SETTING)
     costs = measure_passes(run, run.module.roles, 4, 1)
     assert costs[True].peak_bytes > 1.5 * costs[False].peak_bytes
-
-
-def result_of(variant: str, peak: int, seconds: float = 1.0, at_largest: float | None = None) -> Result:
-    held = Held(weights=10, adapters=0, heads=0, phases={"update": Phase(peak, 0)})
-    found = None if at_largest is None else Seconds(0.0, at_largest)
-    return Result(variant, 4, held, {"update": peak}, Seconds(0.0, seconds), 8, peak, found)
-
-
-def test_headlines_say_no_where_it_is_no():
-    lower = headlines([result_of("hydra", 50), result_of(SFT, 100)], limit=100)
-    assert "at batch 4? yes" in lower
-    assert "(50%)" in lower
-    higher = headlines([result_of("hydra", 110), result_of(SFT, 100)], limit=100)
-    assert "at batch 4? no" in higher
-    assert "grows with the batch" in higher  # the reason
-
-
-def test_headlines_compare_seconds_at_the_largest_batches():
-    both = [result_of("lora_ppo", 100, at_largest=2.0), result_of("hydra", 100, at_largest=1.0)]
-    assert "50% (paper: 65%)" in headlines(both, limit=100)
-    assert "No larger batch fits" in headlines(both, limit=100)
-    more = [both[0], replace(both[1], largest_batch=9)]
-    assert "Batching saves where a step mostly reads weights" in headlines(more, limit=100)
-    assert headlines([result_of("lora_ppo", 100), result_of("hydra", 100)], limit=100) == ""
 
 
 def test_the_figure_has_a_bar_for_each_phase():

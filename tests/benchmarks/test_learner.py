@@ -19,14 +19,11 @@ SHAPE = Shape(learner.PRESETS["tiny"], batch=2, interval=4, prompt=6, checkpoint
 
 
 @pytest.mark.slow
-def test_a_run_prints_records_and_draws(tmp_path, monkeypatch, capsys):
+def test_a_run_prints_and_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setitem(kernel_learner.CHECK_LEN, DEVICE, 24)
-    picture = tmp_path / "learner.png"
     asked = f"--device {DEVICE} --preset tiny --layers 1 --lengths 24 40 --budgets 8 12 --interval 4"
-    args = learner.parse_arguments(
-        [*asked.split(), "--prompt", "6", "--rounds", "1", "--record", "--plot", str(picture)]
-    )
+    args = learner.parse_arguments([*asked.split(), "--prompt", "6", "--rounds", "1", "--record"])
     results = kernel_learner.run(args, learner.PRESETS[args.preset])
     printed = capsys.readouterr().out
     views = {f"{view}, {TIMED}" for view in ("shadow 8", "shadow 12", "dense")} | {"torch dense"}
@@ -37,7 +34,6 @@ def test_a_run_prints_records_and_draws(tmp_path, monkeypatch, capsys):
     assert rows[0]["sizes"]["num_hidden_layers"] == 1
     assert rows[0]["excess_error"] <= LIMIT
     assert all(arm["peak_bytes"] > 0 for row in rows for arm in row["arms"])
-    assert picture.stat().st_size > 10_000
     assert not any(row["out_of_memory"] for row in rows)
     kernel_learner.run(args, learner.PRESETS[args.preset])
     assert "40 tokens: in the record already" in capsys.readouterr().out

@@ -17,7 +17,6 @@ from peers import (
     write_model,
 )
 from peers_parts.profiles import KINDS, OTHER, PYTHON, Profiles, kind_of
-from peers_parts.reward import share_of_digits
 
 
 @pytest.fixture
@@ -65,10 +64,6 @@ def test_operations_go_to_their_kind():
 def test_medians_leave_out_the_first_steps():
     slow, fast = (Step(dict.fromkeys(PHASES, seconds), 1) for seconds in (9.0, 1.0))
     assert medians([slow] * N_WARM + [fast] * 3) == dict.fromkeys(PHASES, 1.0)
-
-
-def test_the_reward_is_the_share_of_digits():
-    assert [share_of_digits(text) for text in ("12ab", "7", "", "a")] == [0.5, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow

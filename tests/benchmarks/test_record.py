@@ -52,13 +52,3 @@ def test_a_row_is_found_by_its_entries_device_and_version_of_the_package(tmp_pat
     assert record.find("y", size=(1, 2)) is None
     monkeypatch.setattr(record, "_source", lambda root: "changed")
     assert record.find("x", size=(1, 2)) is None
-
-
-def test_a_changed_module_is_another_version_of_the_package(tmp_path):
-    versions = set()
-    for number, text in enumerate(("1\n", "2\n", "2\n")):
-        module = tmp_path / str(number) / "lit_rlkv" / "a.py"
-        module.parent.mkdir(parents=True)
-        module.write_text(text)
-        versions.add(record._source(tmp_path / str(number)))
-    assert len(versions) == 2

@@ -20,7 +20,7 @@ def test_every_family_precision_and_update_is_a_line(capsys, monkeypatch):
 @pytest.mark.parametrize("family", ["DeepSeek-V3, 4 of 32"])
 def test_flips_are_tokens_whose_set_of_experts_differs(family):
     model = prepare_backbone(routing.make_model(family, 0, "cpu"))
-    rollout = routing.sample(model, 0, 2, 8)
+    rollout = routing.sample_routed(model, 0, 2, 8)
     found = routing.measure(model, rollout)
     assert found["flips per layer"] == found["tokens that flip"] == 0
     assert found["gap, chosen"] == found["gap, replayed"] < 1e-4
@@ -39,7 +39,7 @@ def test_flips_are_tokens_whose_set_of_experts_differs(family):
 def test_an_update_moves_the_float32_weights_by_the_learning_rate_and_leaves_the_first_model():
     family = next(iter(routing.FAMILIES))
     model = routing.make_model(family, 0, "cpu")
-    rollout = routing.sample(prepare_backbone(routing.make_model(family, 0, "cpu")), 0, 2, 8)
+    rollout = routing.sample_routed(prepare_backbone(routing.make_model(family, 0, "cpu")), 0, 2, 8)
     after = dict(routing.step_of_adam(model, rollout, 1e-3).named_parameters())
     moves = torch.cat([(after[name] - p).detach().abs().flatten() for name, p in model.named_parameters()])
     assert float(moves.max()) == pytest.approx(1e-3, rel=1e-2)

@@ -11,7 +11,7 @@ import study
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import open_dict
-from study_parts import analysis, exposure, plan, plot, runs, tables, timing, variance
+from study_parts import analysis, exposure, plan, runs, tables, timing, variance
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_keys
@@ -96,10 +96,6 @@ def test_arms_of_the_main_comparison_are_all_different():
         for is_anchored in (0, 1)
     }
     assert len(told) == 2 * len(plan.ARMS)
-
-
-def test_every_arm_has_words_and_a_color():
-    assert set(tables.LEARNERS) == set(plot.COLORS) == set(plan.ARMS)
 
 
 def test_the_tuning_seed_is_used_for_nothing_else():
@@ -204,18 +200,6 @@ def test_a_row_holds_what_the_run_found(tmp_path):
     assert found["masked_fraction"] == pytest.approx(0.2)
 
 
-def test_a_run_done_again_says_what_differs_but_for_seconds(tmp_path, monkeypatch):
-    setting = Setting("naive", True, seed=0, lr=1e-3)
-    kept(tmp_path, setting)
-    monkeypatch.setattr(runs, "fit", lambda *_: tmp_path)
-    monkeypatch.setattr(runs.record, "RESULTS", tmp_path)
-    first = {**vars(setting), "overrides": [], "commit": "a", **runs.found(tmp_path, setting.budget)}
-    assert runs.again({**first, "rollout_seconds": 9}, tmp_path) == []
-    assert runs.again({**first, "rewards": [0.5, 0.6]}, tmp_path) == ["rewards"]
-    kept_rows = [json.loads(line) for line in (tmp_path / "study_again.jsonl").read_text().splitlines()]
-    assert [row["differing"] for row in kept_rows] == [[], ["rewards"]]
-
-
 def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
     def finished(*settings):
         return {runs.key(setting.overrides): vars(setting) | {"name": setting.name} for setting in settings}
@@ -232,24 +216,6 @@ def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
     assert [(found["seed"], found["lr"]) for found in groups[same_rate]] == [(0, plan.COMMON_RATE)]
     assert [len(rows) for title, rows in groups.items() if "budget 12" in title] == [1]
     assert len(groups[f"{same_rate}, a weaker anchor"]) == 1
-
-
-def test_a_table_has_the_points_gained_and_how_soon():
-    rows = [
-        row("naive", 0, 0.7, rewards=[0.8] * 20, lr=1e-3),
-        row("shadow", 0, 0.9, rewards=[0.1] * 20, lr=1e-3),
-    ]
-    table = tables.accuracy_table(tables.by_arm(rows))
-    assert "| `naive` | 1 | 70.0 | 10.0 | 99.0 | -1.0 | 2,560 (1 of 1) |" in table
-    assert "| `shadow` | 1 | 90.0 | 30.0 | 99.0 | -1.0 | – |" in table
-
-
-def test_every_seed_is_shown_with_how_far_its_reward_fell():
-    rows = [row("naive", seed, 0.5 + 0.1 * seed, rewards=[0.8, 0.1 * seed, 0.9]) for seed in (3, 1)]
-    table = tables.seeds_table(tables.by_arm(rows))
-    assert "| `naive` | 1, 3 | +0.0, +20.0 | -1.0, -1.0 | 0.10, 0.30 | –; – |" in table
-    rows[0]["rewards"] = [1.0] * 10
-    assert "| 0.10, 1.00 | –; 2,560 |" in tables.seeds_table(tables.by_arm(rows))
 
 
 def test_p_is_adjusted_for_the_questions_of_its_table_and_for_those_of_all():
@@ -270,38 +236,6 @@ def test_p_is_adjusted_for_the_questions_of_its_table_and_for_those_of_all():
     assert p < within <= over_all
     assert p_values(free | anchored)[:2] == [p, within]
     assert p_values(free | anchored)[2] > over_all
-
-
-def test_questions_are_asked_of_arms_that_share_seeds_each_family_adjusted_by_itself():
-    def ends(name, *accuracies):
-        return [row(name, seed, accuracy) for seed, accuracy in enumerate(accuracies)]
-
-    by_arm = {
-        "naive": ends("naive", 0.6, 0.8),
-        "shadow": ends("shadow", 0.7, 0.9),
-        "naive+anchor": ends("naive+anchor", 0.6),
-        "shadow+anchor": ends("shadow+anchor", 0.7, 0.8),
-    }
-    titles = tables.contrast_tables(by_arm)[::2]
-    assert titles == [
-        f"### {family}, accuracy {view}"
-        for family in ("Without the anchor", "What the anchor does")
-        for view in tables.VIEWS.values()
-    ]
-    free = tables.contrast_tables(by_arm)[1]
-    assert "`shadow` − `naive` | 2 | +10.0 ± 0.0 | 0.000 | 0.000 | 0.000 |" in free
-    assert "dense" not in free
-
-
-def test_a_comparison_is_a_line_of_the_points_that_its_anchored_arms_gained():
-    def arms(*ends):
-        return [row(f"{arm}+anchor", seed, end) for arm, mine in ends for seed, end in enumerate(mine)]
-
-    both = arms(("naive", (0.6, 0.8)), ("smd", (0.8, 0.8)))
-    groups = {"a place": both, "one arm": arms(("smd", (0.7,))), "nothing": []}
-    assert tables.places_table(groups).splitlines()[2:] == [
-        "| a place | 2 | 60.0 ± 0.0 | 10.0 ± 14.1 | – | – | – | 20.0 ± 0.0 | -1.0 ± 0.0 |"
-    ]
 
 
 def test_the_tables_of_the_docs_are_what_the_rows_say():
@@ -364,19 +298,6 @@ def test_equal_time_waits_for_all_rounds_and_gives_quicker_arms_more_iterations(
     timed_rows(results, seconds, seconds)
     by_arm = {run.arm: run.n_iterations for run in study.settings_of("clock", {})}
     assert by_arm == {"smd": 100, "naive": 250, "tis": 250, "shadow": 250}
-
-
-def test_variances_are_compared_with_naives_of_the_same_warm_model():
-    rest = {"signal": 1.0, "masked_fraction": 0.1, "reweighting": 0.0, "seed": 0}
-    here, there = ({"device": f"{name}, 2 cores, 1 threads"} for name in ("AMD EPYC", "Xeon"))
-    rows = [
-        {"arm": "naive", "variance": 2.0, **rest, **here},
-        {"arm": "shadow", "variance": 1.0, **rest, **here},
-        {"arm": "smd", "variance": 1.0, **rest, **there},
-    ]
-    table = variance.table(rows)
-    assert "| `shadow` | 1 | 0.50 | 1.00 | 10.00 | 0.00 |" in table
-    assert "smd" not in table
 
 
 def test_variances_are_of_all_that_an_arm_learns_from():

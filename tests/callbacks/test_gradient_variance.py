@@ -173,8 +173,8 @@ def test_no_forward_is_larger_than_those_of_training_and_none_changes_the_result
 def test_no_gradient_is_left_behind_and_no_callback_sees_the_experience_change():
     run = make_run(distils=True)
     before = run.experience.rollout.input_ids.clone(), run.experience.old_logps.clone()
-    measured(GradientVariance(every=1), run)
-    measured(GradientSources(every=1), run)
+    measured(GradientVariance(every=1, n_parts=4), run)
+    measured(GradientSources(every=1, n_parts=4), run)
     assert all(parameter.grad is None for parameter in run.module.parameters())
     assert torch.equal(run.experience.rollout.input_ids, before[0])
     assert torch.equal(run.experience.old_logps, before[1])
@@ -182,7 +182,7 @@ def test_no_gradient_is_left_behind_and_no_callback_sees_the_experience_change()
 
 def test_it_measures_at_its_interval_alone():
     run = make_run()
-    diagnostic = GradientVariance(every=3)
+    diagnostic = GradientVariance(every=3, n_parts=2)
     diagnostic.on_fit_start(None, run.module)
     seen = []
     for iteration in range(5):
@@ -195,9 +195,9 @@ def test_it_measures_at_its_interval_alone():
 
 def test_the_policys_own_term_is_that_of_a_run_without_distillation():
     plain, distilled = make_run(), make_run(distils=True)
-    expected = measured(GradientVariance(every=1), plain)
-    found = measured(GradientVariance(every=1), distilled)
-    alone = measured(GradientVariance(every=1, terms=["policy"]), distilled)
+    expected = measured(GradientVariance(every=1, n_parts=4), plain)
+    found = measured(GradientVariance(every=1, n_parts=4), distilled)
+    alone = measured(GradientVariance(every=1, n_parts=4, terms=["policy"]), distilled)
     for name, value in expected.items():
         if name.startswith("gradient/policy/"):
             assert found[name] == pytest.approx(value, rel=1e-4)
@@ -210,9 +210,13 @@ def test_the_policys_own_term_is_that_of_a_run_without_distillation():
 
 def test_the_weight_of_the_algorithm_scales_its_term():
     run = make_run(distils=True)
-    before = measured(GradientVariance(every=1), run) | measured(GradientSources(every=1), run)
+    before = measured(GradientVariance(every=1, n_parts=4), run) | measured(
+        GradientSources(every=1, n_parts=4), run
+    )
     run.module.policy_weight = 0.5
-    after = measured(GradientVariance(every=1), run) | measured(GradientSources(every=1), run)
+    after = measured(GradientVariance(every=1, n_parts=4), run) | measured(
+        GradientSources(every=1, n_parts=4), run
+    )
     for name in ("gradient/policy/variance", "gradient/sources/total", "gradient/sources/sampling"):
         assert after[name] == pytest.approx(before[name] / 4, rel=1e-4)
     assert after["gradient/loss/variance"] > 1.01 * before["gradient/loss/variance"] / 4
@@ -220,15 +224,15 @@ def test_the_weight_of_the_algorithm_scales_its_term():
 
 def test_blocks_and_chosen_parameters_are_shares_of_the_whole():
     run = make_run()
-    by_layer = measured(GradientVariance(every=1, terms=["policy"]), run)
+    by_layer = measured(GradientVariance(every=1, n_parts=4, terms=["policy"]), run)
     whole = by_layer["gradient/policy/variance"]
     layers = [by_layer[f"gradient/policy/layer_{layer}/variance"] for layer in (0, 1)]
     assert sum(layers) == pytest.approx(whole)
-    by_module = measured(GradientVariance(every=1, terms=["policy"], blocks="module"), run)
+    by_module = measured(GradientVariance(every=1, n_parts=4, terms=["policy"], blocks="module"), run)
     modules = [v for name, v in by_module.items() if name.count("/") == 3 and name.endswith("/variance")]
     assert len(modules) == 14  # A and B of seven projections
     assert sum(modules) == pytest.approx(whole)
-    last = measured(GradientVariance(every=1, terms=["policy"], only=r"layers\.1\."), run)
+    last = measured(GradientVariance(every=1, n_parts=4, terms=["policy"], only=r"layers\.1\."), run)
     assert last["gradient/policy/variance"] == pytest.approx(layers[1])
     assert "variance_proxy/proxy1_signal_strength" not in last  # of the whole gradient, which nobody saw
     assert last["variance_proxy/expected_w"] == by_layer["variance_proxy/expected_w"]

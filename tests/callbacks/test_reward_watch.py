@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlkv.callbacks.reward_watch import N_ITERATIONS, RewardWatch, advice
+from lit_rlkv.callbacks.reward_watch import N_ITERATIONS, RewardWatch
 from tests.hand_built import make_datamodule, make_roles
 
 
@@ -33,15 +33,6 @@ def test_equal_rewards_of_the_first_iterations_are_warned_of_once(experience, ca
     assert "25% of them were cut at rollout.max_new_tokens" in said
     assert "task.system_prompt" in said
     assert "\n" not in said
-
-
-def test_users_of_math_are_not_told_to_use_it(experience, caplog):
-    watch = RewardWatch(reads_all_forms=True)
-    for _ in range(N_ITERATIONS):
-        watch.on_rollout_end(with_rewards(experience, 0.0))
-    assert "task.system_prompt" in caplog.text
-    assert "reward=math" not in caplog.text
-    assert "reward=math" in advice(0.0, 0.0, reads_all_forms=False)
 
 
 def test_a_reward_of_one_everywhere_has_other_advice(experience, caplog):

@@ -1,6 +1,5 @@
 """The pages on modules of your own: their code and commands work as they stand, made smaller by overrides."""
 
-import csv
 import json
 import re
 import shlex
@@ -18,7 +17,7 @@ from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
 from tests.docs.pages import DOCS, TRUST, code_blocks
 from tests.rewards.helpers import opened
-from tests.whole_runs import scoring
+from tests.whole_runs import rows_of, scoring
 
 PAGES = DOCS / "how-to"
 SMALL = [
@@ -81,11 +80,6 @@ def run_page(folder, monkeypatch):
     return run
 
 
-def columns_of(run_dir):
-    with (run_dir / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_index_names_every_page():
     index = (PAGES / "README.md").read_text()
     assert page_names()
@@ -112,7 +106,7 @@ def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
 @pytest.mark.slow
 def test_own_callback_logs_its_metric(run_page):
     run_dir, _ = run_page("own-callback")
-    assert all(0 < float(row["distinct_answers"]) <= 1 for row in columns_of(run_dir))
+    assert all(0 < float(row["distinct_answers"]) <= 1 for row in rows_of(run_dir))
 
 
 @pytest.mark.slow
@@ -126,7 +120,7 @@ def test_own_task_gives_the_prompts(run_page):
 @pytest.mark.slow
 def test_own_reward_is_part_of_the_reward(run_page):
     run_dir, _ = run_page("own-reward")
-    for row in columns_of(run_dir):
+    for row in rows_of(run_dir):
         total = float(row["rewards/exact_match"]) + 0.1 * float(row["rewards/short/mean"])
         assert float(row["rewards/short/mean"]) > 0
         assert float(row["reward"]) == pytest.approx(total, rel=1e-4)
@@ -135,13 +129,13 @@ def test_own_reward_is_part_of_the_reward(run_page):
 @pytest.mark.slow
 def test_own_algorithm_gives_the_loss(run_page):
     run_dir, _ = run_page("own-algorithm")
-    assert all(row["reinforce_loss"] and "policy_loss" not in row for row in columns_of(run_dir))
+    assert all(row["reinforce_loss"] and "policy_loss" not in row for row in rows_of(run_dir))
 
 
 @pytest.mark.slow
 def test_own_loss_term_is_added_to_the_loss(run_page):
     run_dir, _ = run_page("own-loss-term")
-    rows = columns_of(run_dir)
+    rows = rows_of(run_dir)
     assert float(rows[-1]["stay_close"]) > 0
 
 

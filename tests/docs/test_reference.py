@@ -54,11 +54,6 @@ def test_every_key_and_option_that_a_page_names_exists(page):
     assert unknown_names(text) == []
 
 
-def test_a_key_and_an_option_that_do_not_exist_are_found():
-    text = "`cache.budget` `cache.buget=3` `task=sorting` `task=sortin` `optimizer.lr` `notes`"
-    assert unknown_names(text) == ["cache.buget=3", "task=sortin"]
-
-
 PAGES_OF_CODE = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
 
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from lit_rlkv import generate, prepare_backbone, replay_logps
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv import prepare_backbone, replay_logps
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import OWN_CHOICE, Rollout
 from tests.explicit_routing import given_experts, perturb
 from tests.fuzz import explicit
-from tests.fuzz.test_core import PAD, PROFILE, VOCAB
+from tests.fuzz.test_core import PROFILE, SAMPLED, VOCAB, Sampled, sampling
 from tests.models_zoo import build
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -33,8 +33,8 @@ GROUPED = ("deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True)
-class Case:
-    """One random model, cache and batch of prompts; `update` is the size of the update before replay."""
+class Case(Sampled):
+    """One random model and what is sampled with it; `update` is the size of the update before replay."""
 
     family: str
     n_layers: int
@@ -42,15 +42,7 @@ class Case:
     experts_per_group: int
     n_chosen: int
     is_normalised: bool
-    spec: CacheSpec
-    lens: tuple[int, ...]
-    max_new_tokens: int
-    n_samples: int
-    max_rows: int | None
-    temperature: float
-    n_eos: int
     update: float
-    seed: int
 
     def model(self) -> PreTrainedModel:
         is_grouped, n_experts = self.family in GROUPED, self.n_groups * self.experts_per_group
@@ -77,39 +69,11 @@ class Case:
             sizes["norm_topk_prob"] = self.is_normalised
         return build(CONFIG_MAPPING[self.family](**sizes))
 
-    def rollout(self, model: PreTrainedModel) -> Rollout:
-        generator = torch.Generator().manual_seed(self.seed)
-        width = max(self.lens)
-        is_prompt = torch.arange(width) >= width - torch.tensor(self.lens)[:, None]
-        input_ids = torch.randint(1, VOCAB, (len(self.lens), width), generator=generator)
-        return generate(
-            model,
-            input_ids.masked_fill(~is_prompt, PAD),
-            is_prompt,
-            cache=self.spec,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=list(range(1, 1 + self.n_eos)) or None,
-            pad_token_id=PAD,
-            temperature=self.temperature,
-            num_return_sequences=self.n_samples,
-            max_rows=self.max_rows,
-            generator=generator,
-            record_routing=True,
-        )
-
 
 @st.composite
 def cases(draw: Any) -> Case:
-    sink, window = draw(st.integers(0, 3)), draw(st.integers(1, 6))
-    policies = st.sampled_from(sorted(POLICIES))
-    evicting = CacheSpec(
-        policy=draw(policies),
-        budget=sink + window + draw(st.integers(1, 10)),
-        interval=draw(st.integers(1, 7)),
-        sink=sink,
-        window=window,
-    )
-    n_samples = draw(st.integers(1, 3))
+    sampled = draw(sampling())
+    spec = draw(st.sampled_from([sampled["spec"], sampled["spec"], CacheSpec.dense()]))
     experts_per_group, n_groups = draw(st.integers(2, 6)), draw(st.integers(1, 4))
     return Case(
         family=draw(st.sampled_from(sorted(FAMILIES))),
@@ -118,15 +82,8 @@ def cases(draw: Any) -> Case:
         experts_per_group=experts_per_group,
         n_chosen=draw(st.integers(1, min(4, min(2, n_groups) * experts_per_group - 1))),
         is_normalised=draw(st.booleans()),
-        spec=draw(st.sampled_from([evicting, evicting, CacheSpec.dense()])),
-        lens=tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
-        max_new_tokens=draw(st.integers(1, 24)),
-        n_samples=n_samples,
-        max_rows=draw(st.none() | st.integers(n_samples, 4)),
-        temperature=draw(st.sampled_from([1.0, 0.7, 1.5])),
-        n_eos=draw(st.sampled_from([0, 0, 2])),
         update=draw(st.sampled_from([0.0, 0.1, 0.5])),
-        seed=draw(st.integers(0, 2**31)),
+        **sampled | {"spec": spec},
     )
 
 
@@ -148,7 +105,7 @@ def errors(case: Case, rollout: Rollout, *, replayed: Rollout | None = None) -> 
 
 
 def check(case: Case) -> Rollout:
-    rollout = case.rollout(prepare_backbone(case.model()))
+    rollout = case.rollout(prepare_backbone(case.model()), record_routing=True)
     assert rollout.expert_ids is not None
     logps, gradients = errors(case, rollout)
     assert logps < 1e-4
@@ -177,21 +134,14 @@ def test_many_of_them_agree(case: Case):
 
 
 EXAMPLE = Case(
+    **vars(SAMPLED),
     family="qwen3_moe",
     n_layers=2,
     n_groups=2,
     experts_per_group=4,
     n_chosen=2,
     is_normalised=True,
-    spec=CacheSpec("h2o", budget=8, interval=3, sink=1, window=3),
-    lens=(11, 6),
-    max_new_tokens=20,
-    n_samples=2,
-    max_rows=None,
-    temperature=1.0,
-    n_eos=0,
     update=0.5,
-    seed=0,
 )
 
 

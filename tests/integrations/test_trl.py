@@ -1,4 +1,4 @@
-"""EvictingGRPOTrainer: TRL's own losses without evictions, and exact replay with them."""
+"""EvictingGRPOTrainer and EvictingRLOOTrainer: TRL's own losses without evictions, exact replay with them."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from lit_rlkv.integrations.trl import EvictingGRPOTrainer
+from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
 from lit_rlkv.types import NEVER
 from tests.integrations.trl_runs import (
     IN_TWO_PARTS,
@@ -22,10 +22,14 @@ from tests.integrations.trl_runs import (
     save_model,
     train,
     train_plain,
+    train_plain_rloo,
 )
 from tests.tiers import slow
 
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length")
+PLAIN = {EvictingGRPOTrainer: train_plain, EvictingRLOOTrainer: train_plain_rloo}
+TRAINERS = pytest.mark.parametrize("trainer", PLAIN)
+RLOO = {"trainer": EvictingRLOOTrainer}
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
@@ -61,25 +65,33 @@ def largest_gap(rows):
         slow({"steps_per_generation": 2, "per_device_train_batch_size": 4}),
         slow({"mask_truncated_completions": True}),
         {"mask_truncated_completions": True, "max_completion_length": 1},  # no token of the batch counts
+        RLOO,
+        RLOO | TWICE,
+        slow(RLOO | {"beta": 0.0}),
+        slow(RLOO | {"normalize_advantages": True, "temperature": 0.7}),
+        slow(RLOO | {"mask_truncated_completions": True}),
+        slow(RLOO | IN_TWO_PARTS),
     ],
     ids=str,
 )
 def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, options):
+    options = {"trainer": EvictingGRPOTrainer} | options
     recorder = Recorder()
     ours, rows = train(model, tmp_path, reward=recorder, **KEEPS_ALL | options)
-    plain, plain_rows = train_plain(model, tmp_path, recorder, **options)
+    plain, plain_rows = PLAIN[options.pop("trainer")](model, tmp_path, recorder, **options)
     assert len(rows) == len(plain_rows) >= 3
     for row, expected in zip(rows, plain_rows, strict=True):
-        for name in set(SAME) & set(expected):
+        for name in {*SAME, "kl"} & set(expected):
             assert row[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
         assert set(expected) <= set(row)
     assert distance(ours, plain) < 1e-4
 
 
-def test_with_evictions_trl_alone_has_other_losses(model, tmp_path):
+@TRAINERS
+def test_with_evictions_trl_alone_has_other_losses(model, tmp_path, trainer):
     recorder = Recorder()
-    ours, rows = train(model, tmp_path, reward=recorder)
-    plain, plain_rows = train_plain(model, tmp_path, recorder)
+    ours, rows = train(model, tmp_path, trainer=trainer, reward=recorder)
+    plain, plain_rows = PLAIN[trainer](model, tmp_path, recorder)
     assert rows[0]["grad_norm"] != pytest.approx(plain_rows[0]["grad_norm"], rel=1e-2)
     assert distance(ours, plain) > 1e-2
 
@@ -91,9 +103,18 @@ def test_the_learner_replays_what_the_sampler_saw(model, tmp_path, policy):
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("correction", ["naive", slow("tis"), slow("mis")])
-def test_without_the_shadow_the_gap_is_far_above(model, tmp_path, correction):
-    _, rows = train(model, tmp_path, correction=correction)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"correction": "naive"},
+        slow({"correction": "tis"}),
+        slow({"correction": "mis"}),
+        {"correction": "naive"} | RLOO,
+    ],
+    ids=str,
+)
+def test_without_the_shadow_the_gap_is_far_above(model, tmp_path, options):
+    _, rows = train(model, tmp_path, **options)
     assert all(row["kv/replay_gap"] > 0.1 for row in rows)
 
 
@@ -119,11 +140,12 @@ def test_evictions_that_are_one_query_late_are_caught(model, tmp_path):
     assert rows[0]["kv/replay_gap"] > 1e-3
 
 
-@pytest.mark.parametrize("options", [IN_TWO_PARTS, TWICE, {"steps_per_generation": 2}], ids=str)
-def test_the_gap_is_measured_before_the_first_update_on_a_rollout(model, tmp_path, options):
-    _, rows = train(model, tmp_path, **options)
+@TRAINERS
+@pytest.mark.parametrize("options", [{}, slow(IN_TWO_PARTS), TWICE, {"steps_per_generation": 2}], ids=str)
+def test_the_gap_is_measured_before_the_first_update_on_a_rollout(model, tmp_path, options, trainer):
+    _, rows = train(model, tmp_path, trainer=trainer, **options)
     measured = [row for row in rows if "kv/replay_gap" in row]
-    n_rollouts = len(rows) if options is IN_TWO_PARTS else (len(rows) + 1) // 2
+    n_rollouts = len(rows) if options in ({}, IN_TWO_PARTS) else (len(rows) + 1) // 2
     assert len(measured) == n_rollouts
     assert largest_gap(measured) < 1e-4
 
@@ -160,11 +182,13 @@ def test_the_reference_replays_too(model, tmp_path, peft_config):
     assert rows[0]["kl"] > 1e-4
 
 
-def test_an_adapter_learns_from_replayed_rollouts(model, tmp_path):
-    trainer, rows = train(model, tmp_path, arguments={"peft_config": lora()}, beta=0.1)
+@TRAINERS
+def test_an_adapter_learns_from_replayed_rollouts(model, tmp_path, trainer):
+    learner, rows = train(model, tmp_path, trainer=trainer, arguments={"peft_config": lora()}, beta=0.1)
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
-    assert rows[-1]["kl"] > 1e-5
-    trained = dict(trainer.model.named_parameters())
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(rows[-1]["kl"]) > 1e-5
+    trained = dict(learner.model.named_parameters())
     assert any("lora_B" in name and p.abs().max() > 0 for name, p in trained.items())
 
 

@@ -6,11 +6,10 @@ import shutil
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 
 from lit_rlkv.callbacks.mismatch import DenseMismatch
-from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config import ConfigError
 from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
@@ -21,15 +20,13 @@ from lit_rlkv.runs.weights import load_trainable, trainable_weights
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
-from tests.whole_runs import MODEL
+from tests.whole_runs import MODEL, composed
 
 TINY = [*MODEL, "experiment=none"]
 
 
 def config(folder, *overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
-    return checked_config(cfg)
+    return checked_config(composed(*TINY, f"runs_dir={folder}", *overrides))
 
 
 @pytest.fixture(scope="module")

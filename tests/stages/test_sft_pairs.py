@@ -5,10 +5,9 @@ from random import Random
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from lit_rlkv.config import CONF_DIR, ConfigError
+from lit_rlkv.config import ConfigError
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -25,16 +24,9 @@ from lit_rlkv.tasks.preferences import Preferences
 from lit_rlkv.tasks.rows import Table
 from lit_rlkv.types import PreferencePair
 from tests.rewards.helpers import InThreads
+from tests.whole_runs import MODEL, composed
 
-TINY = [
-    "debug=fast",
-    "experiment=none",
-    "model.preset.hidden_size=32",
-    "model.preset.num_hidden_layers=2",
-    "model.preset.head_dim=8",
-    "model.preset.intermediate_size=32",
-    "rollout.max_new_tokens=16",
-]
+TINY = [*MODEL, "experiment=none", "rollout.max_new_tokens=16"]
 
 
 class Generous(ChainSum):
@@ -45,9 +37,7 @@ class Generous(ChainSum):
 
 
 def config(folder, *overrides):
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-        cfg = compose("config", overrides=[*TINY, f"runs_dir={folder}", *overrides])
-    return checked_config(cfg)
+    return checked_config(composed(*TINY, f"runs_dir={folder}", *overrides))
 
 
 def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path):
