@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lit_rlkv.config import Config
-from lit_rlkv.files import read_if_intact, write_atomically
+from lit_rlkv.files import read_if_there, write_atomically
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.run_files import ENVIRONMENT
 
@@ -89,7 +89,7 @@ def installed(packages: tuple[str, ...]) -> dict[str, str]:
 def record(run_dir: Path, environment: dict[str, Any]) -> None:
     """Append a start of the run to its list."""
     path = run_dir / FILE_NAME
-    starts = read_if_intact(path, read_environments, [], sets_aside=True)
+    starts = read_if_there(path, read_environments, [])
     write_atomically(path, json.dumps([*starts, environment], indent=1))
 
 
