@@ -209,7 +209,7 @@ def _write_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError | ValueError) or not any(text in str(error) for text in NOT_WRITTEN):
             raise
-        raise WriteError(f"{type(error).__module__}.{type(error).__name__}: {error}") from error
+        raise WriteError(f"a library could not write a file: {error}") from error
 
 
 def _share(path: Path, folder: Path) -> None:

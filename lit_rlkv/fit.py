@@ -143,7 +143,6 @@ def fit(
     from lit_rlkv.runs.preflight import check_shares
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
     from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
-    from lit_rlkv.runs.weights import load_trainable
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy
     from lit_rlkv.stages.sft import make_starting_model
@@ -191,7 +190,7 @@ def fit(
         else:
             say(console, "not in stages", stage="rl")
             if run.resume_from is not None:
-                load_trainable(module, run.resume_from.weights())
+                run.resume_from.load_into(module)
         if "eval" in cfg.stages:
             evaluate_after_training(run, module)
         else:

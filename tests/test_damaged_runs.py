@@ -48,11 +48,13 @@ def test_a_damaged_side_file_is_named_and_kept(runs, name):
     folder = copytree(runs / "whole", runs / f"damaged {name}")
     (folder / "report.html").unlink()
     damage(folder / name)
+
+    def resume():
+        resumed_choices(folder, Choices({}, []))  # which the command line asks for first
+        run(runs, folder.name, *OPTIONS, resumes=True)
+
     with pytest.raises(DamagedFileError, match=f"{name} is damaged"):
-        if name == "choices.json":
-            resumed_choices(folder, Choices({}, []))
-        else:
-            run(runs, folder.name, *OPTIONS, resumes=True)
+        resume()
     assert DAMAGE[name] is None or (folder / name).read_bytes() == DAMAGE[name]
     assert not (folder / "report.html").exists()
 

@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,20 +20,7 @@ from lit_rlkv.files import read_if_there, write_atomically
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.run_files import ENVIRONMENT
 
-FILE_NAME = ENVIRONMENT
-"""File in the run folder: a list with an entry for every start."""
-
-PACKAGES = (
-    "lit_rlkv",
-    "torch",
-    "triton",
-    "transformers",
-    "peft",
-    "lightning",
-    "numpy",
-    "hydra-core",
-    "wandb",
-)
+PACKAGES = "lit_rlkv torch triton transformers peft lightning numpy hydra-core wandb".split()
 PACKAGE_DIR = Path(__file__).parent.parent
 GIT_TIMEOUT_S = 10.0
 
@@ -77,7 +65,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "is_dirty": changes != ""}
 
 
-def installed(packages: tuple[str, ...]) -> dict[str, str]:
+def installed(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of the installed packages."""
     versions = {}
     for name in packages:
@@ -88,7 +76,7 @@ def installed(packages: tuple[str, ...]) -> dict[str, str]:
 
 def record(run_dir: Path, environment: dict[str, Any]) -> None:
     """Append a start of the run to its list."""
-    path = run_dir / FILE_NAME
+    path = run_dir / ENVIRONMENT
     starts = read_if_there(path, read_environments, [])
     write_atomically(path, json.dumps([*starts, environment], indent=1))
 

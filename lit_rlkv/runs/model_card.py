@@ -16,6 +16,7 @@ from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.reporting.describe import describe
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.reporting.tables import markdown_table
+from lit_rlkv.run_files import ENVIRONMENT
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun
 from lit_rlkv.runs.training_run import Results
@@ -53,7 +54,7 @@ class Exported:
 
 def model_card(run: SavedRun, exported: Exported) -> str:
     """Return the page in Markdown, with the header that model hubs read."""
-    cfg, path = run.cfg, run.run_dir / environment.FILE_NAME
+    cfg, path = run.cfg, run.run_dir / ENVIRONMENT
     config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     starts = read_if_there(path, read_environments, [])
     now = {

@@ -4,8 +4,9 @@ import gc
 import json
 import os
 import shutil
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from lightning import Callback
@@ -14,7 +15,6 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config import as_config_errors
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
@@ -28,14 +28,13 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar, say
 from lit_rlkv.run_files import SFT_METRICS
-from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, RunState
 from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
-from lit_rlkv.runs.weights import load_trainable
 from lit_rlkv.stages.sft_passes import (
     SFTPass,
     check_data,
@@ -114,14 +113,14 @@ class SFTStage:
         n_saved, latest = broadcast_from_rank_zero(
             context.fabric, lambda: (self._n_saved(), self.checkpoints.latest())
         )
-        is_newest = latest is not None and latest.data_state["pass"] >= n_saved
+        ends = list(accumulate(self.lengths, initial=0))
+        is_newest = latest is not None and latest.iteration > ends[n_saved]
         self.resumed = latest if is_newest else None
         """Checkpoint within the pass to resume; None: it starts from its beginning."""
-        self.first = n_saved if self.resumed is None else int(self.resumed.data_state["pass"])
-        """Number of the pass to start or resume."""
-        begin = sum(self.lengths[: self.first])
-        self.resumed_at = begin if self.resumed is None else self.resumed.iteration
+        self.resumed_at = ends[n_saved] if self.resumed is None else self.resumed.iteration
         """Completed iterations of all passes."""
+        self.first = n_saved if self.resumed is None else bisect_left(ends, self.resumed_at) - 1
+        """Number of the pass to start or resume."""
 
     def steps_done(self) -> list[int]:
         """Return the optimizer steps done after each number of iterations of all passes, from 0 on."""
@@ -188,23 +187,12 @@ class SFTStage:
         datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone, adapter=None))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
-        if resumed is not None:
-            load_trainable(module, resumed.weights())
-            with as_config_errors(str(resumed.path)):
-                datamodule.load_state_dict(resumed.data_state["data"])
-        saver = Saver(
-            context.fabric,
-            module,
-            self.checkpoints,
-            self.every,
-            None if resumed is None else resumed.iteration,
-            has_finite_logits=module.has_finite_logits,
-        )
+        run_state = RunState(context.fabric, module, self.checkpoints, self.every, resumed)
 
         def save(state: TrainState) -> None:
             # The end of a pass saves a model instead, unless a signal is about to end the run there.
             if state.iteration < end or (self.interruption is not None and self.interruption.is_agreed):
-                saver(replace(state, data_state={"pass": number, "data": state.data_state}))
+                run_state.save(state)
 
         train(
             context.fabric,
@@ -213,7 +201,7 @@ class SFTStage:
             callbacks=callbacks,
             first_iteration=begin if resumed is None else resumed.iteration,
             n_iterations=end,
-            learner_state=None if resumed is None else resumed.learner_state(),
+            learner_state=run_state.load(datamodule),
             max_grad_norm=cfg.max_grad_norm,
             save=save,
             update_context=lambda: explain_out_of_memory(
