@@ -20,7 +20,17 @@ from lit_rlkv.files import read_if_there, write_atomically
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.run_files import ENVIRONMENT
 
-PACKAGES = "lit_rlkv torch triton transformers peft lightning numpy hydra-core wandb".split()
+PACKAGES = (
+    "lit_rlkv",
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "lightning",
+    "numpy",
+    "hydra-core",
+    "wandb",
+)
 PACKAGE_DIR = Path(__file__).parent.parent
 GIT_TIMEOUT_S = 10.0
 

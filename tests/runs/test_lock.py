@@ -107,5 +107,5 @@ def test_without_file_locks_a_run_starts_with_a_warning(tmp_path, monkeypatch, c
 
 def test_a_folder_that_cannot_be_made_is_a_mistake(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written.*--dir="):
+    with pytest.raises(ConfigError, match=r"cannot be written.*--dir="):
         FolderLock("--dir=").take(tmp_path / "file" / "run")
