@@ -137,7 +137,8 @@ def fit(
     """
     from lit_rlkv.reporting.header import header, trained_parameters
     from lit_rlkv.reporting.progress import say
-    from lit_rlkv.runs.context import CONFIG, build_context, check_reward_functions
+    from lit_rlkv.run_files import CONFIG
+    from lit_rlkv.runs.context import build_context, check_reward_functions
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.preflight import check_shares

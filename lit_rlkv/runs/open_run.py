@@ -14,16 +14,9 @@ from lit_rlkv.files import MAX_CONFIG_BYTES, read_if_there, read_text
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
 from lit_rlkv.reporting.run_metrics import ITERATION, read_metrics
+from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, METRICS
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
-from lit_rlkv.runs.context import (
-    BACKBONE,
-    CHECKPOINTS,
-    CONFIG,
-    METRICS,
-    RunContext,
-    build_context,
-    pretrained_path,
-)
+from lit_rlkv.runs.context import RunContext, build_context, pretrained_path
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone

@@ -36,10 +36,10 @@ from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values,
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.rewards import MathVerify
 from lit_rlkv.rewards.verifier import EXACT_MATCH
-from lit_rlkv.run_files import EVICTIONS
+from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, EVICTIONS, METRICS, REPORT
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
-from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
+from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.starting_model import SFT_DONE
