@@ -68,20 +68,17 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
         OSError: the file does not exist, is a folder, or cannot be read.
         ValueError: it is a pipe or a device, or has more than `most` bytes.
     """
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it must be a regular file, and is a pipe or a device")
         if found.st_size > most:
             raise ValueError(f"it must have at most {most:,} bytes, and has {found.st_size:,}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(found.st_size)  # a larger number would be allocated at once
-    finally:
-        os.close(descriptor)
+        return file.read(found.st_size)  # a larger number would be allocated at once
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # opening a pipe waits for a writer
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:

@@ -98,7 +98,7 @@ def test_a_checkpoint_is_found_without_zeros_in_its_name_or_those_that_exist_are
     checkpoints = runs / "whole" / "checkpoints"
     assert find_run(checkpoints / "iteration-2").iteration == 2
     for name in ("iteration-3", "2", "iteration--2", "iteration-²"):
-        says = rf"has no checkpoint {name}; give one of iteration-000001, iteration-000002$"
+        says = rf"has no checkpoint {name}; .*iteration-000002$"
         with pytest.raises(ConfigError, match=says):
             find_run(checkpoints / name)
 

@@ -32,8 +32,6 @@ REFERENCE = "reference.safetensors"
 BEST = "best"
 """Link to the best checkpoint by the metric of the retention policy."""
 PREFIX = "iteration-"
-N_NAMED = 6
-"""Most checkpoints that an error names."""
 
 log = logging.getLogger(__name__)
 
@@ -175,18 +173,14 @@ class CheckpointDir:
         """Return the folder of a checkpoint by its name, such as best; iteration-50 may lack its zeros.
 
         Raises:
-            ConfigError: there is none of that name; the error names those that there are.
+            ConfigError: there is none of that name; the error names the newest.
         """
         number = re.fullmatch(f"{PREFIX}([0-9]{{1,9}})", name)
         for folder in (self.root / name, *([] if number is None else [self.folder_of(int(number[1]))])):
             if folder.is_dir():
                 return folder
-        there_are = [path.name for path in (*self.all(), self.root / BEST) if path.is_dir()]
-        shown = there_are if len(there_are) <= N_NAMED else [there_are[0], "...", *there_are[-2:]]
-        raise ConfigError(
-            f"{self.root} has no checkpoint {name}; "
-            + (f"give one of {', '.join(shown)}" if shown else "it has none: give another run")
-        )
+        newest = ", ".join(path.name for path in self.all()[-2:]) or "none"
+        raise ConfigError(f"{self.root} has no checkpoint {name}; the newest are: {newest}")
 
     def all(self) -> list[Path]:
         """Return all checkpoint folders, oldest first, also broken ones."""
