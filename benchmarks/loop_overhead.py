@@ -26,8 +26,9 @@ from text_table import text_table
 from lit_rlkv.callbacks.hooks import HOOKS, RLCallback
 from lit_rlkv.config import Config, composed
 from lit_rlkv.interrupts import Interruption
+from lit_rlkv.run_files import CHECKPOINTS
 from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import CHECKPOINTS, build_context
+from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.launch import make_fabric
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config

@@ -194,7 +194,6 @@ MISTAKES = [
         [*JUDGED, "task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
         "the judge needs a verifier, and Preferences has none",
     ),
-    ([*JUDGED, "reward.missing_eos_penalty=1"], "has no effect beside a judge"),
     (["roles.target_modules=5"], "roles.target_modules must be a text or a list, each a text, got 5"),
     (
         ["algorithm=ppo", "roles.value_init=reward", "sft.n_pairs=0"],
