@@ -116,7 +116,7 @@ def role(name):
     ("bad", "message"),
     [
         ("{oops", "not JSON"),
-        ([1, 2], "must be an object, got list; write one JSON object per line"),
+        ([1, 2], "a row must be an object, got list"),
         ({"prompt": "?"}, "missing chosen and rejected; a preference needs both sides"),
         ({"prompt": "?", "chosen": "a"}, "missing rejected"),
         ({"chosen": "a b", "rejected": "a c"}, "missing prompt; only whole conversations contain theirs"),
@@ -169,7 +169,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="must have lines, got none"):
+    with pytest.raises(ValueError, match="must have rows, got none"):
         read_preferences(write("", " "))
 
 

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences, rows
-from lit_rlkv.tasks.json_rows import reading_progress
 from lit_rlkv.tasks.rows import parse_rows
 
 
@@ -42,11 +41,6 @@ def test_the_first_bad_rows_are_named_and_all_are_counted():
     assert named == [f"  row {index}: 0 is not positive" for index in (0, 2, 4, 6, 8)]
 
 
-def test_fewer_bad_rows_than_are_shown_are_all_named():
-    with pytest.raises(ValueError, match=r"2 of 3 rows cannot be used, the first 2 are\n  a: .*\n  c: "):
-        parse_rows([("a", 0), ("b", 1), ("c", -1)], positive)
-
-
 ROW = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}
 
 
@@ -61,14 +55,14 @@ ROW = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}
     ],
 )
 def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch, build):
-    read, parse = [], rows.parse_object
-    monkeypatch.setattr(rows, "parse_object", lambda line: read.append(line) or parse(line))
+    read, numbered = [], rows.numbered_values
+    monkeypatch.setattr(rows, "numbered_values", lambda path: read.append(path) or numbered(path))
     path = tmp_path / "rows.jsonl"
     for n_rows in (3, 2):
         path.write_text(f"{json.dumps(ROW)}\n" * n_rows)
         read.clear()
         assert [len(build(str(path))) for _ in range(3)] == [n_rows] * 3
-        assert len(read) == n_rows
+        assert len(read) == 1
 
 
 def test_each_format_of_a_file_is_cached_apart(tmp_path):
@@ -93,18 +87,6 @@ def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}')
     with pytest.raises(ValueError, match="has more than 2 files; give a folder of data alone"):
         load_problems(str(tmp_path))
-
-
-def test_the_progress_of_reading_is_told_in_bytes_and_only_in_the_block(tmp_path):
-    path, seen = tmp_path / "rows.jsonl", []
-    path.write_text(f"{json.dumps(ROW)}\n" * 3000)
-    with reading_progress(lambda n_done, n_total: seen.append((n_done, n_total))):
-        JsonlTask(path)
-    n_bytes = path.stat().st_size
-    assert seen == [(n_bytes * 1024 // 3000, n_bytes), (n_bytes * 2048 // 3000, n_bytes)]
-    path.write_text(f"{json.dumps(ROW)}\n" * 3001)
-    JsonlTask(path)
-    assert len(seen) == 2
 
 
 def test_the_digest_of_rows_stays_what_it_always_was(tmp_path):
