@@ -107,11 +107,6 @@ def test_the_ranks_together_see_what_one_process_sees(task, world_size):
         assert together == alone.take(n * world_size)
 
 
-def test_two_ranks_see_different_problems():
-    first, second = (source(rank=rank, world_size=2).take(10) for rank in range(2))
-    assert not set(prompts(first)) & set(prompts(second))
-
-
 @pytest.mark.parametrize("task", [TASK, Questions(7)])
 def test_a_loaded_cursor_continues_where_it_was_saved(task):
     whole = source(task).take(20)

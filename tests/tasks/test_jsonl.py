@@ -101,13 +101,3 @@ def test_a_solution_without_the_marker_is_refused(write):
     path = write({"prompt": "1+1=", "answer": "2", "solution": "it is 2"})
     with pytest.raises(ValueError, match="must end in '####' and the answer '2'"):
         JsonlTask(path, answer_after="####")
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        JsonlTask(tmp_path / "nowhere.jsonl")
-
-
-def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="must have rows, got none"):
-        JsonlTask(write("", " "))

@@ -155,24 +155,6 @@ def test_a_bad_line_is_named(write, bad, message):
         read_preferences(write(line(), "", bad, line()))
 
 
-def test_all_bad_lines_are_counted_before_any_work(write):
-    lines = [line(), *(line(rejected="2") for _ in range(6)), "{", line()]
-    with pytest.raises(ValueError, match="7 of 9 rows cannot be used, the first 5 are") as caught:
-        read_preferences(write(*lines))
-    assert "jsonl:6:" in str(caught.value)
-    assert "jsonl:7:" not in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        read_preferences(tmp_path / "nowhere.jsonl")
-
-
-def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="must have rows, got none"):
-        read_preferences(write("", " "))
-
-
 def test_no_pairs_are_refused():
     with pytest.raises(ValueError, match="'nothing' must hold rows to train on, got none"):
         Preferences(Table("nothing", [], []))

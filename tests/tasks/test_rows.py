@@ -75,6 +75,12 @@ def test_each_format_of_a_file_is_cached_apart(tmp_path):
     assert read_preferences(path).at(0).answer == "2"
 
 
+@pytest.mark.parametrize("load", [JsonlTask, read_preferences])
+def test_a_missing_file_is_named(tmp_path, load):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        load(tmp_path / "nowhere.jsonl")
+
+
 def test_a_folder_is_refused_before_it_is_walked(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "rglob", lambda *_: pytest.fail("the folder was walked"))
     with pytest.raises(FileNotFoundError, match="give the path of a file of JSON lines"):
