@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lit_rlkv.files import stamps
 from lit_rlkv.tasks.json_rows import BATCH, LISTENER
 
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
@@ -57,6 +58,7 @@ def _load(datasets: Any, dataset: str, name: str | None, split: str) -> Any:
             raise ValueError("it is a file of another type")
         return datasets.load_dataset(kind, data_files=str(path), split=split)
     if path.is_dir():
+        stamps(path)  # refuses a folder with too many files, as one that was given by mistake
         files = datasets.load_dataset_builder(str(path), name).config.data_files or {}
         _check_inside(path, (file for of_split in files.values() for file in of_split))
     return datasets.load_dataset(str(path) if path.exists() else dataset, name, split=split)

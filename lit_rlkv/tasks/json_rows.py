@@ -37,7 +37,8 @@ def numbered_values(path: Path) -> Iterator[tuple[str, Any]]:
         FileNotFoundError: there is no regular file.
         ValueError: the file begins with a list that is not JSON, or has no values.
     """
-    require_file(path)
+    if not path.expanduser().is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}; give the path of a file of JSON lines")
     with path.expanduser().open("rb") as file:
         first = next((line for line in file if line.strip()), b"").removeprefix(BOM_UTF8).lstrip()
     n_values = 0
@@ -80,9 +81,3 @@ def _loaded(content: bytes) -> Any:
         return json.loads(content.decode())
     except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
         raise ValueError(f"not JSON ({error}); {_ASKS}") from error
-
-
-def require_file(path: Path) -> None:
-    """Raise a FileNotFoundError unless a path is a regular file, before anything walks through a folder."""
-    if not path.expanduser().is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}; give the path of a file of JSON lines")

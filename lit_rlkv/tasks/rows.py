@@ -7,13 +7,11 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-from lit_rlkv.files import stamps
 from lit_rlkv.tasks.hub import load, numbered_rows
-from lit_rlkv.tasks.json_rows import numbered_values, require_file
+from lit_rlkv.tasks.json_rows import numbered_values
 from lit_rlkv.types import Message, Prompt
 from lit_rlkv.units import shortened
 
@@ -25,8 +23,6 @@ N_REPORTED = 5
 """Bad rows named in one error; the others are counted."""
 MAX_ERROR, END_OF_ERROR = 500, 200
 """Characters of an error that are shown, and how many of these are its end, which says what to do."""
-N_CACHED = 4
-"""Tables kept in memory: a task's rows to train on and to evaluate on, twice over."""
 _LIST_OF_OBJECTS = re.compile(r'\s*\[\s*\{\s*"')
 _ROLES = ("system", "user", "assistant")
 
@@ -34,7 +30,6 @@ Columns = tuple[tuple[str, str], ...]
 """Pairs of a key and the column that holds its values."""
 _Parsed = TypeVar("_Parsed")
 _Row = TypeVar("_Row")
-_Reader = TypeVar("_Reader", bound=Callable[..., Any])
 _Parser = Callable[[dict[str, Any]], _Parsed]
 
 
@@ -47,21 +42,6 @@ class Table(Generic[_Parsed]):
     places: list[str]
     digest: str | None = None
     """Digest of the data; None if the rows are generated."""
-
-
-def _cached_until_changed(read: _Reader) -> _Reader:
-    """Cache a reader by its hashable arguments and the file's state: config checks build the task too."""
-
-    @lru_cache(maxsize=N_CACHED)
-    def cached(state: Any, *args: Any, **options: Any) -> Any:
-        return read(*args, **options)
-
-    @wraps(read)
-    def reader(source: str | Path, *args: Any, **options: Any) -> Any:
-        _check_is_path(source)
-        return cached(tuple(stamps(Path(source).expanduser())), source, *args, **options)
-
-    return cast(_Reader, reader)
 
 
 def _check_is_path(source: object) -> None:
@@ -77,16 +57,9 @@ def read_lines(path: str | Path, parse: _Parser[_Parsed]) -> Table[_Parsed]:
         ValueError: `parse` refuses rows; the error names them after all rows were read.
     """
     _check_is_path(path)
-    require_file(Path(path))
-    return _read_lines(str(path), parse)
+    return _parse_table(str(path), numbered_values(Path(path)), parse)
 
 
-@_cached_until_changed
-def _read_lines(path: str, parse: _Parser[_Parsed]) -> Table[_Parsed]:
-    return _parse_table(path, numbered_values(Path(path)), parse)
-
-
-@_cached_until_changed
 def read_rows(
     dataset: str,
     parse: _Parser[_Parsed],
@@ -109,6 +82,8 @@ def read_rows(
         ImportError: the package datasets is needed and missing.
         ValueError: nothing can be loaded, a column is missing, or `parse` refuses rows.
     """
+
+    _check_is_path(dataset)
 
     def select(row: dict[str, Any]) -> _Parsed:
         _check_columns(columns, row, hint)

@@ -78,7 +78,6 @@ def test_turns_of_a_pattern_of_ones_own(tmp_path):
     options = {"prompt_column": None, "turns": {"user": "### Q:", "assistant": "### A:"}}
     task = load_preferences(str(path), **options)
     assert task.at(0) == Problem((Message("user", "Sky?"),), "Blue.", "Blue.")
-    assert load_preferences(str(path), **options)._table is task._table  # read once
     with pytest.raises(ValueError, match="missing prompt"):
         load_preferences(str(path), prompt_column=None)
     with pytest.raises(ValueError, match="turns must have a text for user and assistant"):

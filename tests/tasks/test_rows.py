@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from functools import partial
 
 import pytest
 
-from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences, rows
+from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences
 from lit_rlkv.tasks.rows import parse_rows
 
 
@@ -44,47 +43,10 @@ def test_the_first_bad_rows_are_named_and_all_are_counted():
 ROW = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        JsonlTask,
-        partial(JsonlTask, answer_after="####"),
-        partial(load_problems, extra_columns=["chosen"]),
-        load_preferences,
-        read_preferences,
-    ],
-)
-def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch, build):
-    read, numbered = [], rows.numbered_values
-    monkeypatch.setattr(rows, "numbered_values", lambda path: read.append(path) or numbered(path))
-    path = tmp_path / "rows.jsonl"
-    for n_rows in (3, 2):
-        path.write_text(f"{json.dumps(ROW)}\n" * n_rows)
-        read.clear()
-        assert [len(build(str(path))) for _ in range(3)] == [n_rows] * 3
-        assert len(read) == 1
-
-
-def test_each_format_of_a_file_is_cached_apart(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW))
-    assert load_problems(str(path)).at(0).prompt == "1+1="
-    assert load_problems(str(path), prompt_column="chosen").at(0).prompt == "2"
-    assert load_problems(str(path), answer_after="####").at(0).solution == "#### 2"
-    assert JsonlTask(path).at(0).solution == "2"
-    assert read_preferences(path).at(0).answer == "2"
-
-
 @pytest.mark.parametrize("load", [JsonlTask, read_preferences])
 def test_a_missing_file_is_named(tmp_path, load):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         load(tmp_path / "nowhere.jsonl")
-
-
-def test_a_folder_is_refused_before_it_is_walked(tmp_path, monkeypatch):
-    monkeypatch.setattr(type(tmp_path), "rglob", lambda *_: pytest.fail("the folder was walked"))
-    with pytest.raises(FileNotFoundError, match="give the path of a file of JSON lines"):
-        JsonlTask(tmp_path)
 
 
 def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
