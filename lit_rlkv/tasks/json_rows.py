@@ -38,7 +38,7 @@ def numbered_values(path: Path) -> Iterator[tuple[str, Any]]:
         ValueError: the file begins with a list that is not JSON, or has no values.
     """
     if not path.expanduser().is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}; give the path of a file of JSON lines")
+        raise FileNotFoundError(f"{str(path)!r} does not exist as a file; give the path of JSON lines")
     with path.expanduser().open("rb") as file:
         first = next((line for line in file if line.strip()), b"").removeprefix(BOM_UTF8).lstrip()
     n_values = 0

@@ -85,14 +85,6 @@ def test_completions_start_in_one_column():
     assert batch.is_target.tolist() == [[F, F, F, F, T, T, T], [F, F, F, F, T, F, F]]
 
 
-def test_only_completion_tokens_are_targets():
-    batch = encode_completions(TOKENIZER, PROMPTS, ["3", "9,9"])
-    assert batch.input_ids.shape == (2, 4 + 4)
-    assert decode_completions(TOKENIZER, batch.input_ids, batch.is_target) == ["3", "9,9"]
-    assert batch.is_target.sum(dim=1).tolist() == [2, 4]
-    assert (batch.attention_mask & ~batch.is_target).sum(dim=1).tolist() == [4, 2]
-
-
 def test_the_end_of_sequence_is_a_target_even_if_it_is_the_padding():
     tokenizer = build_task_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token

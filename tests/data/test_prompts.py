@@ -197,15 +197,6 @@ def test_a_finite_task_gives_every_problem_of_its_split_once_per_epoch():
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_a_finite_task_is_a_pure_function_across_epochs():
-    stream = source(Questions(10))
-    indices = [0, 35, 3, 12, 0, 35]
-    first = [stream.problem(index) for index in indices]
-    assert first[0] == first[4]
-    assert first[1] == first[5]
-    assert [source(Questions(10)).problem(index) for index in indices] == first
-
-
 def test_a_task_too_small_for_a_split_is_refused():
     # Only two prompts exist, "0,1>" and "1,0>", and neither is for eval.
     tiny = Sorting(n_items=2, max_value=1)

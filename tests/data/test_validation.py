@@ -38,14 +38,6 @@ def rows(n, prompt="1+1=", answer="2"):
     return [{"prompt": f"{index}+{prompt}", "answer": answer} for index in range(n)]
 
 
-def test_every_row_of_a_users_data_is_measured(write):
-    task, tokenizer = JsonlTask(write(*rows(200))), build_task_tokenizer()
-    sizes = measure(task, tokenizer, 0, needs_eval_split=True)
-    assert sizes.prompts == [len(encode_prompt(tokenizer, task.at(n).prompt)) for n in range(200)]
-    assert sizes.solutions == [2] * 200
-    assert sizes.places[199].endswith("a.jsonl:200")
-
-
 def test_an_unknown_word_in_a_message_that_the_template_leaves_out_is_refused(write):
     messages = [{"role": "system", "content": "odd"}, {"role": "user", "content": "a b"}]
     task = JsonlTask(write(*({"prompt": messages, "answer": "a"} for _ in range(30))))

@@ -34,14 +34,16 @@ class Endpoint(SlowFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        url: httpx.URL | None
         try:
             url = httpx.URL(self.url)
         except (httpx.InvalidURL, TypeError):  # whose message may repeat a secret of the query
-            url = httpx.URL()
-        if url.scheme not in ("http", "https") or not url.host or url.userinfo:
+            url = None
+        if url is None or url.scheme not in ("http", "https") or not url.host or url.userinfo:
+            given = "one that cannot be read" if url is None else repr(_shown(url))
             raise ValueError(
                 "url must be an address with http:// or https:// and without user and password, because the "
-                "config is saved; give the variable of a token in token_env"
+                f"config is saved, got {given}; give the variable of a token in token_env"
             )
 
     def open(self) -> Grader:
@@ -61,12 +63,17 @@ class Endpoint(SlowFunction):
         return {"Authorization": f"Bearer {token}"}
 
 
+def _shown(url: httpx.URL) -> str:
+    """Return an address without its user, password, query and fragment."""
+    return str(url.copy_with(userinfo=b"", query=None, fragment=None))
+
+
 class _Service:
     """An address with its pending requests."""
 
     def __init__(self, url: httpx.URL, headers: dict[str, str], timeout_s: float | int) -> None:
         self._url, self._headers, self._timeout_s = url, headers, timeout_s
-        self._shown = str(url.copy_with(query=None, fragment=None))
+        self._shown = _shown(url)
         self._certificates = ssl.create_default_context()  # takes a while, so all requests share it
         self._pending: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[bytes]]] = set()
         self._is_closed = False
