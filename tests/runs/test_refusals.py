@@ -112,7 +112,7 @@ MISTAKES = [
     ),
     (
         ["reward=endpoint", "reward.functions.custom.url=file:///etc/passwd"],
-        "url must be an ASCII address with http",
+        "url must be an address with http",
     ),
     (
         ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.prompt_column=question"],
