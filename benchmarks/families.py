@@ -42,7 +42,7 @@ N_NEW_TOKENS = 8
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 128,
-    "sliding_window": 5, "use_sliding_window": True,
+    "sliding_window": 5, "use_sliding_window": True, "attention_chunk_size": 5,
     "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
     # the same by the names of some families
     "ffn_dim": 64, "n_inner": 64, "ffn_hidden_size": 64, "dim_ff": 64, "encoder_layers": 1,
@@ -69,12 +69,21 @@ SIZES = {
 _CONV = {"layer_types": ["conv", "full_attention"] * 2}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_INDEXED = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}  # fmt: skip
 LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": _CONV,
     "lfm2_moe": _CONV,
     "granitemoehybrid": _LINEAR,
     "kimi_linear": _LINEAR,
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "zamba": {"attn_layer_period": 4, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64},
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gemma3_text": _SHARED,
     "gemma3n_text": _SHARED,

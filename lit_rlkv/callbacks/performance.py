@@ -20,6 +20,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.lm_head import model_body
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -92,7 +93,7 @@ class FlopCounter:
             self._adapted[id(backbone)] = lora_layers(backbone)
             on_body, on_head = partial(self._on_body, backbone), partial(self._on_head, backbone)
             self._handles += [
-                backbone.base_model.register_forward_hook(on_body, with_kwargs=True),
+                model_body(backbone).register_forward_hook(on_body, with_kwargs=True),
                 backbone.get_output_embeddings().register_forward_hook(on_head),
             ]
 

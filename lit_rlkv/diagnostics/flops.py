@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.diagnostics.evictions import cached_keys, response_queries
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
+from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.types import Rollout
 
 
@@ -122,8 +123,8 @@ def rollout_work(rollout: Rollout, group_size: int) -> tuple[ForwardWork, int]:
 def _language_model(model: PreTrainedModel) -> nn.Module:
     """Return the language model below the output head, without vision towers."""
     kind = type(text_config(model))
-    parts = (part for part in model.base_model.modules() if isinstance(part, PreTrainedModel))
-    return next((part for part in parts if isinstance(part.config, kind)), model.base_model)
+    parts = (part for part in model_body(model).modules() if isinstance(part, PreTrainedModel))
+    return next((part for part in parts if isinstance(part.config, kind)), model_body(model))
 
 
 def _matrices(body: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

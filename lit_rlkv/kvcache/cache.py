@@ -62,8 +62,22 @@ class LayerKind:
     """True if it has keys and values."""
     window: int | None = None
     """Sliding window in tokens; None: its queries see all keys. One of `seq_len` and more changes nothing."""
+    in_chunks: bool = False
+    """True if the window does not slide: sequences are cut into chunks of its length, and a query sees the
+    keys of its own."""
     n_states: int = 0
     """States of a convolution or recurrence."""
+
+    def expiry(self, column: Int[Tensor, "*#row seq"], first: Int[Tensor, "*#row 1"]) -> Tensor:
+        """Return, for each key of a layer with a window, the first column whose query no longer sees it.
+
+        Args:
+            first: column of the first token of each row, after its padding.
+        """
+        assert self.window is not None
+        if not self.in_chunks:
+            return column + self.window
+        return first + ((column - first) // self.window + 1) * self.window
 
 
 class SlotCache(Cache):
@@ -126,7 +140,7 @@ class SlotCache(Cache):
         if not kind.attends:
             return DynamicLayer()  # of a layer that asks no cache
         if kind.window is not None and kind.window < self.seq_len:
-            return WindowLayer(self, kind.window)
+            return WindowLayer(self, kind)
         return SlotLayer(self)
 
     @contextmanager
@@ -150,6 +164,8 @@ class SlotCache(Cache):
             layer.begin_prefill()
         try:
             yield
+            if any(layer.filled_by is not self.incoming for layer in self.slot_layers):
+                raise ValueError("a layer does not attend to the tokens, but perhaps to images or an encoder")
             for layer in self.state_layers:
                 layer.end_prefill(self.incoming)
         finally:
@@ -207,12 +223,16 @@ class SlotCache(Cache):
         self.n_live.masked_fill_(is_due, self.spec.budget)
 
     def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
-        """Return, for each key of these rows, the first column whose query no longer sees it."""
-        first = self.slot_layers[0].table(rows)
-        stacked = first.new_empty(len(rows), len(self.slot_layers), *first.shape[1:])
+        """Return, for each key of these rows, the first column whose query no longer sees it.
+
+        Every KV head of a layer that has fewer than others is repeated; `layer_table` undoes that.
+        """
+        n_heads = max(layer.n_kv_heads for layer in self.slot_layers)
+        shape = (len(rows), len(self.slot_layers), n_heads, self.seq_len)
+        stacked = torch.empty(shape, dtype=torch.int32, device=rows.device)
         # Layer by layer, because a second copy of all can be too large.
         for number, layer in enumerate(self.slot_layers):
-            stacked[:, number] = layer.table(rows)
+            stacked[:, number] = layer.table(rows).repeat_interleave(n_heads // layer.n_kv_heads, dim=1)
         return stacked
 
     @property

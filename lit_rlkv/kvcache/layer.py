@@ -74,6 +74,11 @@ class SlotLayer(CacheLayerMixin):
         """
         return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
 
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of this layer, after the first prefill."""
+        return self._pools()[0].shape[1]
+
     def get_seq_length(self) -> int:
         """Return the columns of the prompts, and 0 during prefill.
 

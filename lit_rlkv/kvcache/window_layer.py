@@ -1,4 +1,4 @@
-"""WindowLayer: a layer with a sliding window, whose keys stand in a ring and are never scored."""
+"""WindowLayer: a layer with a window, whose keys stand in a ring and are never scored."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kvcache.layer import SlotLayer
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import SlotCache
+    from lit_rlkv.kvcache.cache import LayerKind, SlotCache
 
 
 class WindowLayer(SlotLayer):
@@ -20,18 +20,22 @@ class WindowLayer(SlotLayer):
 
     The key of position p is in slot p % window until the key of position p + window takes its place. So it
     dies at column p + window without a record, and no policy can evict it: the memory is bounded already.
+    A layer with chunks reads the slots that the present chunk has written.
     """
 
-    def __init__(self, cache: "SlotCache", window: int) -> None:
+    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
         super().__init__(cache)
-        self.window = window
+        assert kind.window is not None
+        self.kind, self.window = kind, kind.window
 
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
         """Attend within the window over the prompts, then write the last `window` keys of each."""
         incoming = self._begin()
-        evicted_at = self._expiry(key.shape[2], key.device).where(incoming.is_prompt[:, None], 0)
+        column = torch.arange(key.shape[2], device=key.device)
+        expiry = self.kind.expiry(column, incoming.n_padding[:, None])
+        evicted_at = expiry.where(incoming.is_prompt, 0)[:, None].int()
         out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
         if self.keys is None:
             shape = (self.cache.n_rows, key.shape[1], self.window)
@@ -54,14 +58,15 @@ class WindowLayer(SlotLayer):
         """Write one key per row over the oldest one, and attend to the ring."""
         cache, (keys, values) = self.cache, self._pools()
         n_tokens = cache.column - cache.first + 1
-        self._write(self.first_slot + ((n_tokens - 1) % self.window)[:, None], key, value)
+        slot = (n_tokens - 1) % self.window
+        self._write(self.first_slot + slot[:, None], key, value)
         n_read = None if cache.n_read is None else min(cache.levels.longest + 1, self.window)
         packed = query.reshape(*key.shape[:2], -1, query.shape[-1])
         out = decode_attention(
             packed,
             keys[:, :, :n_read],
             values[:, :, :n_read],
-            n_tokens.clamp(max=self.window),
+            slot + 1 if self.kind.in_chunks else n_tokens.clamp(max=self.window),
             scaling,
             softcap=softcap,
             sink=self.sink,
@@ -78,9 +83,6 @@ class WindowLayer(SlotLayer):
         self._number_slots()
 
     def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:
-        expiry = self._expiry(self.cache.seq_len, rows.device)
-        return expiry.expand(len(rows), self._pools()[0].shape[1], -1)
-
-    def _expiry(self, n_columns: int, device: torch.device) -> Int[Tensor, " seq"]:
-        """Return the first column whose query no longer sees each key."""
-        return torch.arange(n_columns, dtype=torch.int32, device=device) + self.window
+        column = torch.arange(self.cache.seq_len, device=rows.device)
+        expiry = self.kind.expiry(column, self.cache.first[rows, None]).int()
+        return expiry[..., None, :].expand(len(rows), self.n_kv_heads, -1)

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_rlkv.kernels.shadow_attention import SlotPlan, replayed_attention
+from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, replayed_attention
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
@@ -69,16 +69,15 @@ def attention_forward(
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slot_cache is not None:
-        window, expected = kwargs.get("sliding_window"), slot_cache.kinds[cast(int, module.layer_idx)].window
+        window, expected = kwargs.get("sliding_window"), slot_cache.kinds[_layer_of(module)].window
         if window is not None and window != expected:
             raise ValueError(f"{type(module).__name__} slides a window of {window} keys, not of {expected}")
         out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap, s_aux)
     else:
-        layer = cast(int, module.layer_idx)
-        layer = layer if table_rows is None else table_rows[layer]
+        layer = _layer_of(module) if table_rows is None else table_rows[_layer_of(module)]
         assert evicted_at is not None
-        layer_plan = None if plan is None else plan.layer(layer)
-        layer_evicted_at = evicted_at[:, layer if evicted_at.shape[1] > 1 else 0]
+        layer_evicted_at = layer_table(evicted_at, layer, key.shape[1])
+        layer_plan = None if plan is None else plan.layer(layer, key.shape[1])
         if probe is not None:
             probe(layer, query, key, scaling, softcap)
         attend = partial(
@@ -93,6 +92,16 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _layer_of(module: nn.Module) -> int:
+    """Return the number of the layer of an attention module."""
+    number = cast(int, module.layer_idx)
+    if number < 0:  # as in Zamba 2
+        raise ValueError(
+            f"layers share one {type(module).__name__}, which does not know in which of them it is"
+        )
+    return number
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_to_cache(
     module: nn.Module,
@@ -105,7 +114,7 @@ def _attend_to_cache(
     sink: Tensor | None,
 ) -> Tensor:
     """Run a layer's attention over the cache outside of torch.compile, which cannot trace its state."""
-    layer = cast(SlotLayer, slot_cache.layers[cast(int, module.layer_idx)])
+    layer = cast(SlotLayer, slot_cache.layers[_layer_of(module)])
     return layer.attend(query, key, value, scaling, softcap, sink)
 
 

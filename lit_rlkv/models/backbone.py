@@ -15,11 +15,13 @@ from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.cache import LayerKind
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.flat_tokens import flat_tokens
+from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import by_token, replayed_experts
 from lit_rlkv.types import NEVER
 
 STATEFUL, CACHELESS = ("linear_attention", "conv"), ("mlp", "moe")
 """Layer types, in transformers' names, that keep a state in place of keys, and that keep nothing."""
+CHUNKED = "chunked_attention"
 
 
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
@@ -83,14 +85,15 @@ def n_kv_heads(model: PreTrainedModel) -> int:
 def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     """Return the kind of each layer; without `layer_types` all attend, within the sliding window if any."""
     config = text_config(model)
-    window = optional_setting(config, "sliding_window")
+    window, chunk = (optional_setting(config, name) for name in ("sliding_window", "attention_chunk_size"))
     default = "full_attention" if window is None else "sliding_attention"
     layer_types = optional_setting(config, "layer_types") or [default] * int(config.num_hidden_layers)
     n_states = int(optional_setting(config, "number_of_conv_states") or 1)
     return [
         LayerKind(
             attends=kind not in (*STATEFUL, *CACHELESS),
-            window=window if kind.endswith("sliding_attention") else None,
+            window=chunk if kind == CHUNKED else window if kind.endswith("sliding_attention") else None,
+            in_chunks=kind == CHUNKED,
             n_states=n_states if kind in STATEFUL or kind.startswith("hybrid") else 0,
         )
         for kind in layer_types
@@ -112,17 +115,22 @@ def has_states(model: PreTrainedModel) -> bool:
 def within_windows(
     model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"]
 ) -> Int[Tensor, "batch layer kv_head seq"]:
-    """Return an eviction table in which keys that leave a layer's sliding window die, too.
+    """Return an eviction table in which keys that leave a layer's window die, too.
 
     A table of one layer for all gets a row for each layer, if any window is shorter than the sequence.
+
+    Args:
+        evicted_at: 0 on the padding before a row.
     """
     n_columns = evicted_at.shape[-1]
-    windows = [kind.window for kind in layer_kinds(model) if kind.attends]
-    if all(window is None or window >= n_columns for window in windows):
+    kinds = [kind for kind in layer_kinds(model) if kind.attends]
+    if all(kind.window is None or kind.window >= n_columns for kind in kinds):
         return evicted_at
-    column = torch.arange(n_columns, dtype=torch.int32, device=evicted_at.device)
-    expiry = [column + window if window is not None else torch.full_like(column, NEVER) for window in windows]
-    return torch.minimum(evicted_at, torch.stack(expiry)[:, None])
+    column = torch.arange(n_columns, device=evicted_at.device).expand(len(evicted_at), -1)
+    first = (evicted_at[:, 0, 0] > 0).int().argmax(dim=1, keepdim=True)
+    never = torch.full_like(column, NEVER)
+    expiry = [never if kind.window is None else kind.expiry(column, first) for kind in kinds]
+    return torch.minimum(evicted_at, torch.stack(expiry, dim=1)[:, :, None].int())
 
 
 def head_dims(model: PreTrainedModel) -> set[int]:
@@ -165,7 +173,7 @@ def hidden_states(
     if (rows := table_rows(model)) is not None:
         attention["table_rows"] = rows
     with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
-        hidden: Tensor = model.base_model(
+        hidden: Tensor = model_body(model)(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=_masks(model, input_ids, evicted_at, attention.get("slot_cache")),

@@ -58,6 +58,12 @@ def logits_of(
     return logits if bias is None else logits + bias.float()
 
 
+def model_body(model: PreTrainedModel) -> nn.Module:
+    """Return the model below its head."""
+    body: nn.Module = model.base_model
+    return model.model if body is model else body  # Llama 4 names its body as that of another class
+
+
 def use_float32_logits(model: PreTrainedModel) -> None:
     """Turn the output head of a model into an `LMHead`, in place; only if it is a plain `nn.Linear`."""
     head = model.get_output_embeddings()

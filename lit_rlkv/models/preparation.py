@@ -14,6 +14,7 @@ from lit_rlkv.kvcache.state_layer import LINEAR
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import (
     CACHELESS,
+    CHUNKED,
     STATEFUL,
     has_states,
     head_logits,
@@ -27,13 +28,14 @@ from lit_rlkv.models.routing import by_row, by_token, recorded_experts, routers_
 from lit_rlkv.types import NEVER
 
 REPLAYABLE_LAYERS = {
-    *("full_attention", "sliding_attention", "hybrid", "hybrid_sliding"),
+    *("full_attention", "sliding_attention", CHUNKED, "hybrid", "hybrid_sliding"),
     *STATEFUL,
     *CACHELESS,
 }
 PROBE_LEN = 6
+WINDOWS = ("sliding_window", "attention_chunk_size")
 PROBE_WINDOW = 3
-"""Sliding window during the check, which its few tokens outgrow."""
+"""Window during the check, which its few tokens outgrow."""
 
 
 def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -88,17 +90,22 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Give all sliding windows `PROBE_WINDOW` tokens within the block, in the configs and in the layers."""
+    """Give all windows `PROBE_WINDOW` tokens within the block, in the configs and in the layers."""
     holders: list[Any] = [model.config, text_config(model), *model.modules()]
     holders += [module.config for module in model.modules() if hasattr(module, "config")]
-    before = {id(one): (one, one.sliding_window) for one in holders if getattr(one, "sliding_window", None)}
+    before = {
+        (id(one), name): (one, getattr(one, name))
+        for one in holders
+        for name in WINDOWS
+        if getattr(one, name, None)
+    }
     try:
-        for holder, _ in before.values():
-            holder.sliding_window = PROBE_WINDOW
+        for (_, name), (holder, _) in before.items():
+            setattr(holder, name, PROBE_WINDOW)
         yield
     finally:
-        for holder, window in before.values():
-            holder.sliding_window = window
+        for (_, name), (holder, window) in before.items():
+            setattr(holder, name, window)
 
 
 def _own_logits(

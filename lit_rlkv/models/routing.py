@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.types import OWN_CHOICE
 
 PROBE_LEN = 6
@@ -202,7 +203,7 @@ def _found_routers(model: PreTrainedModel) -> list[Router]:
     input_ids = torch.arange(2 * PROBE_LEN, device=model.device).view(2, PROBE_LEN) % vocab_size
 
     def hidden() -> Tensor:
-        states: Tensor = model.base_model(input_ids, use_cache=False).last_hidden_state
+        states: Tensor = model_body(model)(input_ids, use_cache=False).last_hidden_state
         return states
 
     running: list[nn.Module] = []

@@ -17,6 +17,7 @@ from lit_rlkv.models.adapters import LoraSpec, check_target_modules
 from lit_rlkv.models.backbone import hidden_states, n_embeddings, token_positions
 from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
+from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.models.replay import dense_evicted_at
@@ -92,7 +93,7 @@ def shard(context: RunContext, backbone: PreTrainedModel) -> None:
         )
     ShardedLayers(
         backbone,
-        backbone.base_model,
+        model_body(backbone),
         layers,
         strategy.device_mesh["data_parallel"],
         context.fabric.device,

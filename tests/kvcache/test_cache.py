@@ -296,8 +296,8 @@ def test_under_autocast_the_cache_holds_what_the_learner_attends_to():
     query, key, value = (s[0, :, :, :WIDTH] for s in random_states())
     kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
     with kv.prefill(range(len(LENS)), prompt_mask(LENS)), torch.autocast("cpu", torch.bfloat16):
-        out = kv.slot_layers[0].attend(query, key, value, SCALING)
-    layer = kv.slot_layers[0]
+        for layer in kv.slot_layers:
+            out = layer.attend(query, key, value, SCALING)
     assert layer.keys is not None
     assert layer.values is not None
     assert layer.recent_queries is not None

@@ -330,14 +330,16 @@ def in_bfloat16(seed: int) -> PreTrainedModel:
     config = tiny_config("deepseek_v3", num_hidden_layers=6, n_routed_experts=64, num_experts_per_tok=8)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(4.0)
+        if name.endswith("gate.weight"):  # the experts of the second half score almost as those of the first
+            parameter.data[32:] = parameter.data[:32] * (1 + 2**-9 * torch.randn(32, 1))
     return model.bfloat16().eval()
 
 
 def test_a_model_in_bfloat16_is_not_refused_because_its_experts_flip_by_rounding(monkeypatch):
-    seeds = range(6)
+    seeds = range(12)
     for seed in seeds:
         prepare_backbone(in_bfloat16(seed))
 

@@ -37,6 +37,7 @@ from lit_rlkv.models.backbone import (
 )
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.hydra import checkpoint_layers
+from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
@@ -231,7 +232,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
 
         with (
             replayed_experts(backbone, None if expert_ids is None else by_token(expert_ids)),
-            replaced_states(backbone.base_model, read),
+            replaced_states(model_body(backbone), read),
         ):
             outputs = model(
                 input_ids=input_ids,

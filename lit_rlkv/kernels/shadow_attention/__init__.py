@@ -7,10 +7,17 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import with_triton
 from lit_rlkv.kernels.shadow_attention import reference
-from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, plan_slots
+from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, layer_table, plan_slots
 from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
-__all__ = ["SlotPlan", "plan_slots", "replayed_attention", "shadow_attention", "shadow_attention_with_lse"]
+__all__ = [
+    "SlotPlan",
+    "layer_table",
+    "plan_slots",
+    "replayed_attention",
+    "shadow_attention",
+    "shadow_attention_with_lse",
+]
 
 
 def _load_kernels() -> ModuleType:

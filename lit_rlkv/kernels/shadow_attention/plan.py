@@ -30,9 +30,24 @@ class SlotPlan:
     slot_of: Int[Tensor, "batch *layer kv_head seq"]
     """Slot of each key; meaningless for keys that are never cached."""
 
-    def layer(self, index: int) -> "SlotPlan":
-        """Return the plan of one layer, as the operation takes it; a plan of one layer serves all layers."""
-        return SlotPlan(self.block, self.n_slots, self.slot_of[:, index if self.slot_of.shape[1] > 1 else 0])
+    def layer(self, index: int, n_kv_heads: int | None = None) -> "SlotPlan":
+        """Return the plan of one layer, as the operation takes it; see `layer_table`."""
+        return SlotPlan(self.block, self.n_slots, layer_table(self.slot_of, index, n_kv_heads))
+
+
+def layer_table(
+    table: Int[Tensor, "batch #layer head seq"],  # noqa: F821 (ruff reads the shape as code)
+    layer: int,
+    n_kv_heads: int | None = None,
+) -> Int[Tensor, "batch #kv_head seq"]:  # noqa: F821
+    """Return the part of a table for one layer. A table of one layer or KV head serves all.
+
+    Args:
+        n_kv_heads: KV heads of the layer, each of which stands several times in the table if other layers
+            have more; None: as many as in the table.
+    """
+    one = table[:, layer if table.shape[1] > 1 else 0]
+    return one if n_kv_heads is None or one.shape[1] <= n_kv_heads else one[:, :: one.shape[1] // n_kv_heads]
 
 
 def plan_slots(evicted_at: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK) -> SlotPlan | None:
