@@ -13,7 +13,6 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import layer_kinds, within_windows
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER
 from tests.models_zoo import SIZE, build, ragged_prompts, tiny_config
 
 N_NEW = 40
@@ -125,10 +124,11 @@ def test_a_row_of_a_layer_with_chunks_dies_whole_at_the_next_chunk():
     first = rollout.attention_mask.int().argmax(dim=1, keepdim=True)
     column = torch.arange(rollout.input_ids.shape[1])
     ends = first + ((column - first) // 7 + 1) * 7
-    ends = ends.masked_fill(ends >= len(column), NEVER)[:, None].int().expand_as(rollout.evicted_at[:, 0])
-    is_token = rollout.attention_mask[:, None].expand_as(ends)
+    last = (column * rollout.attention_mask).amax(dim=1, keepdim=True)
+    is_dead = (ends <= last) & rollout.attention_mask
     for layer in (0, 2):
-        assert torch.equal(rollout.evicted_at[:, layer][is_token], ends[is_token])
+        for evicted_at in rollout.evicted_at[:, layer].unbind(1):
+            assert torch.equal(evicted_at[is_dead], ends[is_dead].int())
     assert gap(model, rollout, shadow=False) > 1e-2
 
 
