@@ -17,7 +17,7 @@ from typing import Any
 
 import record
 import torch
-from sampled import sample
+from sampled import gap, sample
 from text_table import text_table
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
@@ -61,12 +61,10 @@ def make_model(seed: int, device: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def gap(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, float]:
-    """Return mean and maximum of |log π − log μ| of a learner that replays only these records."""
+def gap_without(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, float]:
+    """Return the gap of a learner that replays only these records."""
     left_out = {name: None for name in ("sampling_masks", "expert_ids") if name not in replayed}
-    logps = replay_logps(model, replace(rollout, **left_out), shadow="evicted_at" in replayed)
-    found = (logps - rollout.rollout_logps).abs()[rollout.response_mask].double()
-    return {"mean": float(found.mean()), "max": float(found.max())}
+    return gap(replay_logps(model, replace(rollout, **left_out), shadow="evicted_at" in replayed), rollout)
 
 
 def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> d
         "seed": seed,
         "precision": precision,
         "bytes_per_token": {name: n_bytes / n_all for name, n_bytes in rollout.record_bytes.items()},
-        "gaps": {name: gap(model, rollout, replayed) for name, replayed in REPLAYED.items()},
+        "gaps": {name: gap_without(model, rollout, replayed) for name, replayed in REPLAYED.items()},
     }
 
 

@@ -18,7 +18,8 @@ import command_line
 import peers
 import record
 import torch
-from text_table import text_table
+
+from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "trl_side_by_side"
 OURS: dict[str, dict[str, Any]] = {
@@ -79,8 +80,8 @@ def compare(n_rounds: int) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows, one for each trainer."""
+def table(row: dict[str, Any]) -> str:
+    """Return the table of docs/how-to/inside-trl.md, a line for each trainer."""
     rows = []
     for who, found in row["trainers"].items():
         seconds, (low, high) = found["seconds"], found["times_as_fast_range"]
@@ -93,13 +94,7 @@ def cells(row: dict[str, Any]) -> list[list[str]]:
                 "1" if who == TRL else f"{found['times_as_fast']:.2f} ({low:.2f} to {high:.2f})",
             ]
         )
-    return rows
-
-
-def markdown(row: dict[str, Any]) -> str:
-    """Return the table of docs/how-to/inside-trl.md."""
-    lines = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *cells(row)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(HEADINGS, rows)
 
 
 def main() -> None:
@@ -111,11 +106,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.table:
-        print(markdown(record.rows(NAME)[-1]))
+        print(table(record.rows(NAME)[-1]))
         return
     torch.set_num_threads(1)
     row = compare(args.rounds)
-    print(text_table(HEADINGS, cells(row)))
+    print(table(row))
     if args.record:
         record.append(NAME, row)
 
