@@ -229,6 +229,17 @@ def medians(steps: Sequence[Step]) -> dict[str, float]:
     return {phase: statistics.median(seconds) for phase, seconds in found.items()}
 
 
+def times_as_fast(ours: Sequence[Step], theirs: Sequence[Step]) -> dict[str, Any]:
+    """Return the median and the range over steps of their time over ours, without the first steps."""
+    ratios = [
+        b.seconds["total"] / a.seconds["total"] for a, b in zip(ours[N_WARM:], theirs[N_WARM:], strict=True)
+    ]
+    return {
+        "times_as_fast": round(statistics.median(ratios), 3),
+        "times_as_fast_range": [round(min(ratios), 3), round(max(ratios), 3)],
+    }
+
+
 def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Alternate steps of both under a cache of `CACHES`, and return the row of the record."""
     n_steps = N_WARM + n_rounds
@@ -243,10 +254,6 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
     expected = N_PROMPTS * GROUP_SIZE * N_TOKENS
     assert all(step.n_tokens == expected for steps in both.values() for step in steps)
     seconds = {who: medians(steps) for who, steps in both.items()}
-    ratios = [
-        b.seconds["total"] / a.seconds["total"]
-        for a, b in zip(ours[N_WARM:], theirs.steps[N_WARM:], strict=True)
-    ]
     return {
         "cache": cache,
         "overrides": list(overrides),
@@ -254,8 +261,7 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
         "n_trained": theirs.n_trained,
         "n_rounds": n_rounds,
         "seconds": {who: {k: round(v, 4) for k, v in found.items()} for who, found in seconds.items()},
-        "times_as_fast": round(statistics.median(ratios), 3),
-        "times_as_fast_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        **times_as_fast(ours, theirs.steps),
     }
 
 

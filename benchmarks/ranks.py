@@ -8,7 +8,6 @@ the work of the first; in turns, round after round, each with one thread a proce
 rounds. Rows go to benchmarks/results/ranks.jsonl.
 """
 
-import csv
 import statistics
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import command_line
 import record
 from fit_process import fit
+from study_parts.runs import read_metrics
 from text_table import text_table
 
 SETTINGS = (
@@ -52,9 +52,8 @@ def run(n_ranks: int, n_iterations: int, folder: Path, stage: str, number: int =
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
     """Return the seconds of each iteration but the first."""
-    with (run_dir / "metrics.csv").open(newline="") as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return rows[1:]
+    rows = read_metrics(run_dir)[1:]
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:

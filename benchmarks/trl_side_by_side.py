@@ -8,7 +8,6 @@ cache. Each runs in a process of its own with one thread, and their steps altern
 slows all of them. All responses have the same length. Rows go to benchmarks/results/trl_side_by_side.jsonl.
 """
 
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -60,16 +59,11 @@ def compare(n_rounds: int) -> dict[str, Any]:
     found = {}
     for who, trainer in trainers.items():
         seconds = peers.medians(trainer.steps)
-        ratios = [
-            plain.seconds["total"] / step.seconds["total"]
-            for plain, step in zip(theirs[peers.N_WARM :], trainer.steps[peers.N_WARM :], strict=True)
-        ]
         found[who] = {
             "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
             "tokens_per_second": round(n_tokens / seconds["total"]),
             "rollout_tokens_per_second": round(n_tokens / seconds["generate"]),
-            "times_as_fast": round(statistics.median(ratios), 3),
-            "times_as_fast_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            **peers.times_as_fast(trainer.steps, theirs),
         }
     return {
         "trl_version": trainers[TRL].version,
