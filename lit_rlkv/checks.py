@@ -19,6 +19,10 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1_000_000
 """Ends of the range of temperatures, in which logits divided by one are finite in float32."""
 
 
+class OneLineError(Exception):
+    """An error whose message says all that a user needs: what happened, why, and what to do."""
+
+
 def is_whole(value: Any) -> bool:
     """True for an integer, of numpy too; a bool is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,17 +1,19 @@
-"""Functions of all command lines: compose the config, and print errors in one line."""
+"""Functions of all command lines: their course, their config, and errors in one line."""
 
 import errno
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import TypeVar
 
 import hydra
 from omegaconf import DictConfig, open_dict, read_write
 
+from lit_rlkv.checks import OneLineError
 from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust
 from lit_rlkv.config.composing import SEVERAL
-from lit_rlkv.interrupts import is_first_process
+from lit_rlkv.interrupts import abort_on_ctrl_c, is_first_process, unwind_on_ctrl_c
 from lit_rlkv.units import shortened
 
 MAX_SHOWN = 60
@@ -20,6 +22,25 @@ MAX_ERROR, END_OF_ERROR = 3000, 500
 """Characters of an error that are shown, and how many of these are its end."""
 PRINTING_OPTIONS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "-sc"}
 """Options of Hydra that print and run nothing; the last is for the completion of shells."""
+
+Asked = TypeVar("Asked")
+
+
+def run_command(
+    parse: Callable[[Sequence[str]], Asked], modules: Sequence[str], work: Callable[[Asked], None]
+) -> None:
+    """Run a command line; an error whose message says all, and Ctrl-C, end it in one line.
+
+    Args:
+        parse: returns what the arguments ask for; it comes before torch is loaded.
+        modules: modules that take seconds to import, of the work.
+        work: does what was asked for.
+    """
+    with abort_on_ctrl_c("interrupted before any work; nothing has changed"), exit_in_one_line():
+        asked = parse(sys.argv[1:])
+        import_slow_modules(*modules)
+    with unwind_on_ctrl_c("interrupted"), exit_in_one_line():
+        work(asked)
 
 
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:
@@ -55,8 +76,7 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
 def import_slow_modules(*modules: str) -> None:
     """Import modules that take seconds, after a line that says so; of several processes, the first prints it.
 
-    Call it inside `abort_on_ctrl_c`, and before any other handler of Ctrl-C: an exception in the middle of an
-    import may be caught there, or show a traceback.
+    Call it inside `abort_on_ctrl_c`: an exception in the middle of an import may be caught there.
     """
     if is_first_process():
         sys.stderr.write("loading torch and transformers\n")
@@ -66,11 +86,11 @@ def import_slow_modules(*modules: str) -> None:
 
 
 @contextmanager
-def exit_in_one_line(*kinds: type[BaseException]) -> Iterator[None]:
-    """End the process with `error: ...` and exit code 1 on errors of these kinds, and on names too long."""
+def exit_in_one_line() -> Iterator[None]:
+    """End the process with `error: ...` and exit code 1 on a OneLineError, and on names too long."""
     try:
         yield
-    except kinds as error:
+    except OneLineError as error:
         sys.exit(f"error: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:

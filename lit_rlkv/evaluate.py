@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
+from lit_rlkv.cli import compose_arguments, run_command
 from lit_rlkv.config import (
     ConfigError,
     as_config_errors,
@@ -22,7 +23,6 @@ from lit_rlkv.config import (
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
 from lit_rlkv.files import write_together
-from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 
 if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
@@ -145,31 +145,26 @@ def _check_writable(run_dir: Path) -> None:
         ) from error
 
 
-@abort_on_ctrl_c("interrupted")
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
-    with exit_in_one_line(ConfigError):
-        composed, _ = compose_arguments("evaluate", sys.argv[1:])
-        asked = parse(EvaluateConfig, composed)
-    import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.runs.open_run")
-    # Imported here, so that mistakes on the command line are reported before torch is loaded.
-    from lit_rlkv.experience.reward import RewardsFailedError
-    from lit_rlkv.non_finite import NonFiniteError
-    from lit_rlkv.out_of_memory import MemoryExhaustedError
+    run_command(_parse, ("lit_rlkv.stages.evaluation", "lit_rlkv.runs.open_run"), _evaluate_and_show)
 
-    line = "interrupted; results are written at the end, so there are none, and the run is as it was"
-    kinds = (ConfigError, MemoryExhaustedError, NonFiniteError, RewardsFailedError)
-    with unwind_on_ctrl_c(line), exit_in_one_line(*kinds):
-        found = evaluate(asked)
-        console = Console(markup=False, emoji=False)
-        if not console.is_terminal:
-            console.width = PLAIN_WIDTH
-        try:
-            result = found.save(asked.name)
-        except OSError as error:
-            sys.exit(f"error: the results cannot be written: {error}")
-        finally:
-            _show(found, asked.level, console)
+
+def _parse(arguments: Sequence[str]) -> EvaluateConfig:
+    return parse(EvaluateConfig, compose_arguments("evaluate", arguments)[0])
+
+
+def _evaluate_and_show(asked: EvaluateConfig) -> None:
+    found = evaluate(asked)
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    try:
+        result = found.save(asked.name)
+    except OSError as error:
+        sys.exit(f"error: the results cannot be written: {error}")
+    finally:
+        _show(found, asked.level, console)
     console.print(f"written to {result} and {result.stem}_samples.jsonl", soft_wrap=True)
 
 

@@ -1,19 +1,17 @@
 """python -m lit_rlkv.export ckpt=... to=DIR: a saved policy for plain transformers and peft."""
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
+from lit_rlkv.cli import compose_arguments, run_command
 from lit_rlkv.config import ConfigError, as_config_errors, check_targets, parse, require
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir, read_json
-from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 
 if TYPE_CHECKING:
     from lit_rlkv.runs.model_card import Exported
@@ -110,12 +108,15 @@ def _manifest(run: "SavedRun") -> dict[str, str | int]:
 
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
-    with abort_on_ctrl_c("interrupted; nothing was written"), exit_in_one_line(ConfigError):
-        composed, _ = compose_arguments("export", sys.argv[1:])
-        asked = parse(ExportConfig, composed)
-        import_slow_modules("lit_rlkv.stages.export", "lit_rlkv.runs.open_run")
-    with unwind_on_ctrl_c(f"interrupted; {asked.to} was not written"), exit_in_one_line(ConfigError):
-        folder, exported = export(asked)
+    run_command(_parse, ("lit_rlkv.stages.export", "lit_rlkv.runs.open_run"), _export_and_show)
+
+
+def _parse(arguments: Sequence[str]) -> ExportConfig:
+    return parse(ExportConfig, compose_arguments("export", arguments)[0])
+
+
+def _export_and_show(asked: ExportConfig) -> None:
+    folder, exported = export(asked)
     console = Console(markup=False, emoji=False)
     console.print(f"merged model in {exported.dtype}, logits within {exported.logit_gap:.1e} of the policy's")
     if not exported.has_adapter:

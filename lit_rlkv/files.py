@@ -13,12 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
-from itertools import chain, count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import yaml
-from safetensors import SafetensorError
+
+from lit_rlkv.checks import OneLineError
 
 log = logging.getLogger(__name__)
 ABANDONED_S = 24 * 3600.0
@@ -26,20 +27,19 @@ ABANDONED_S = 24 * 3600.0
 MAX_CONFIG_BYTES, MAX_BYTES, MAX_LOG_BYTES = 1 << 20, 64 << 20, 4 << 30
 """Largest config, largest file that is read as one value, and largest file of lines that a run appends to."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SAYS_FULL = (*map(os.strerror, FULL), "torch.save: ")
-"""What errors without a number say on a full disk; torch.save does not say why a write failed."""
-WRITE_ERRORS: tuple[tuple[str, type[Exception], str], ...] = (
-    ("safetensors", SafetensorError, "I/O error"),
-    ("torch.save", RuntimeError, "inline_container"),
-    ("torch.save", RuntimeError, "iostream error"),
-    ("tokenizers", Exception, "(os error "),
-)
-"""Libraries with type and text of their errors where a file cannot be written."""
+NOT_WRITTEN = ("I/O error", "inline_container", "iostream error", "(os error ")
+"""Parts of the errors of safetensors, torch.save and tokenizers that cannot write a file."""
 MAX_FILES = 10_000
 """Most files of a folder of data or of a model."""
-DAMAGED = ".damaged"
-"""Ending of the new name of a file that a run cannot use."""
 _Content = TypeVar("_Content")
+
+
+class DamagedFileError(OneLineError, ValueError):
+    """A file of a run that does not hold what the run wrote."""
+
+
+class WriteError(OSError):
+    """A library could not write a file; it does not always say why."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -68,20 +68,17 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
         OSError: the file does not exist, is a folder, or cannot be read.
         ValueError: it is a pipe or a device, or has more than `most` bytes.
     """
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it must be a regular file, and is a pipe or a device")
         if found.st_size > most:
             raise ValueError(f"it must have at most {most:,} bytes, and has {found.st_size:,}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(found.st_size)  # a larger number would be allocated at once
-    finally:
-        os.close(descriptor)
+        return file.read(found.st_size)  # a larger number would be allocated at once
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # opening a pipe waits for a writer
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
@@ -137,31 +134,17 @@ def json_lines(path: Path) -> list[Any]:
     return [parse_json(line) for line in complete_lines(path)]
 
 
-def read_if_intact(
-    path: Path, read: Callable[[Path], _Content], absent: Any, *, sets_aside: bool = False
-) -> _Content:
+def read_if_there(path: Path, read: Callable[[Path], _Content], absent: Any) -> _Content:
     """Return what `read` finds in a file that a run can do without; `absent` if there is none.
 
-    A damaged file costs a warning and counts as absent.
-
-    Args:
-        sets_aside: rename a damaged file as `set_aside` does, because the caller writes a new one.
+    Raises:
+        DamagedFileError: the file cannot be read.
     """
     try:
         return read(path) if path.exists() else cast(_Content, absent)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        where = f"; it is kept as {set_aside(path)}" if sets_aside else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        log.warning("%s is damaged and is left out (%s)%s", path, reason, where)
-        return cast(_Content, absent)
-
-
-def set_aside(path: Path) -> str:
-    """Rename a file to NAME.damaged, or NAME.damaged.1 and so on if that is taken; return the new name."""
-    names = (f"{path.name}{DAMAGED}{ending}" for ending in chain([""], (f".{n}" for n in count(1))))
-    kept = next(free for name in names if not os.path.lexists(free := path.with_name(name)))
-    os.replace(path, kept)
-    return kept.name
+        raise DamagedFileError(f"{path} is damaged ({reason}); restore it, or remove it") from error
 
 
 def append_if_possible(path: Path, text: str) -> None:
@@ -190,7 +173,7 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
     partial = _beside(folder, "partial")
     partial.mkdir(parents=True)
     try:
-        with _os_errors():
+        with _write_errors():
             yield partial
         for path in partial.rglob("*"):
             _share(path, partial)
@@ -209,25 +192,21 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """True if an error, or one that caused it, says that a disk or a quota is full."""
-    while error is not None:
-        is_full = isinstance(error, OSError) and any(text in str(error) for text in SAYS_FULL)
-        if is_full or getattr(error, "errno", None) in FULL:
-            return True
-        error = error.__cause__
-    return False
+    """True if an error, or one that caused it, comes of a full disk or quota."""
+    if error is None or isinstance(error, WriteError) or getattr(error, "errno", None) in FULL:
+        return error is not None
+    return is_disk_full(error.__cause__)
 
 
 @contextmanager
-def _os_errors() -> Iterator[None]:
-    """Raise OSError if a library cannot write a file within the block."""
+def _write_errors() -> Iterator[None]:
+    """Raise WriteError if a library cannot write a file within the block."""
     try:
         yield
     except Exception as error:
-        for library, kind, text in WRITE_ERRORS:
-            if type(error) is kind and text in str(error):
-                raise OSError(f"{library}: {error}") from error
-        raise
+        if isinstance(error, OSError | ValueError) or not any(text in str(error) for text in NOT_WRITTEN):
+            raise
+        raise WriteError(f"a library could not write a file: {error}") from error
 
 
 def _share(path: Path, folder: Path) -> None:
@@ -237,16 +216,11 @@ def _share(path: Path, folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Rename a folder before removing its files, so that nobody finds a partial one.
-
-    A file in its place is renamed as `set_aside` does, with a warning.
-    """
+    """Rename a folder before removing its files, so that nobody finds a partial one."""
     if folder.is_dir():
         doomed = _beside(folder, "partial-discarded")
         os.replace(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-    elif os.path.lexists(folder):
-        log.warning("%s should be a folder; it is kept as %s", folder, set_aside(folder))
 
 
 def _beside(path: Path, ending: str) -> Path:

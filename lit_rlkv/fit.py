@@ -1,33 +1,22 @@
 """python -m lit_rlkv.fit: compose the config, build the run, go through its stages, write the report."""
 
 import logging
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING
 
 from hydra.core.utils import configure_log
+from omegaconf import DictConfig
 from rich.console import Console
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
-from lit_rlkv.config import (
-    AUTO,
-    ConfigError,
-    check_folders,
-    check_keys,
-    label_logger,
-    parse_config,
-)
+from lit_rlkv.cli import compose_arguments, run_command
+from lit_rlkv.config import AUTO, ConfigError, check_folders, check_keys, label_logger, parse_config
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.files import is_disk_full
-from lit_rlkv.interrupts import (
-    InterruptedRunError,
-    Interruption,
-    abort_on_ctrl_c,
-    ask_for_requeue,
-    exit_soon,
-)
+from lit_rlkv.interrupts import InterruptedRunError, Interruption, ask_for_requeue, exit_soon
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -38,47 +27,62 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@abort_on_ctrl_c("interrupted before any work; nothing has changed")
+@dataclass(frozen=True)
+class FitArguments:
+    """A run to start or to resume."""
+
+    cfg: DictConfig
+    hydra_cfg: DictConfig
+    choices: Choices | None
+    """With which the run was started; None if its folder does not tell."""
+    old_dir: Path | None
+    """Folder of the run to resume."""
+
+
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line, before any work."""
     ask_for_requeue("asked to end before any work; nothing has changed")  # while torch loads
-    with exit_in_one_line(ConfigError):
-        cfg, hydra_cfg = compose_arguments("config", sys.argv[1:])
-        check_folders(cfg)
-        overrides = list(hydra_cfg.overrides.task)
-        given = Choices(dict(hydra_cfg.runtime.choices), overrides)
-        old_dir: Path | None = None
-        choices: Choices | None = given
-        if cfg.resume not in (None, AUTO):
-            old_dir, cfg = load_resumed_config(cfg, overrides)
-            choices = resumed_choices(old_dir, given)
-        if choices is not None:
-            check_keys(cfg, choices.options, choices.overrides)
-            label_logger(cfg, choices.options, choices.overrides)
-        parse_config(cfg)
-    import_slow_modules("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
+    stages = ("lit_rlkv.stages.evaluation", "lit_rlkv.stages.rl", "lit_rlkv.stages.sft")
+    run_command(_parse, stages, _fit_and_show)
+
+
+def _parse(arguments: Sequence[str]) -> FitArguments:
+    cfg, hydra_cfg = compose_arguments("config", arguments)
+    check_folders(cfg)
+    overrides = list(hydra_cfg.overrides.task)
+    given = Choices(dict(hydra_cfg.runtime.choices), overrides)
+    choices: Choices | None = given
+    old_dir: Path | None = None
+    if cfg.resume not in (None, AUTO):
+        old_dir, cfg = load_resumed_config(cfg, overrides)
+        choices = resumed_choices(old_dir, given)
+    if choices is not None:
+        check_keys(cfg, choices.options, choices.overrides)
+        label_logger(cfg, choices.options, choices.overrides)
+    parse_config(cfg)
+    return FitArguments(cfg, hydra_cfg, choices, None if old_dir is None else old_dir.absolute())
+
+
+def _fit_and_show(asked: FitArguments) -> None:
     # Imported here, so that mistakes on the command line are reported before torch is loaded.
-    from lit_rlkv.experience.reward import RewardsFailedError
-    from lit_rlkv.non_finite import NonFiniteError
     from lit_rlkv.out_of_memory import MemoryExhaustedError
     from lit_rlkv.reporting.progress import say, stderr_console
     from lit_rlkv.reporting.tables import summary_table
-    from lit_rlkv.runs.context import REPORT
+    from lit_rlkv.run_files import REPORT
     from lit_rlkv.runs.resume import discard_if_empty, end_of_run, open_session
 
-    configure_log(hydra_cfg.job_logging, hydra_cfg.verbose)
+    configure_log(asked.hydra_cfg.job_logging, asked.hydra_cfg.verbose)
     console, interruption = stderr_console(), Interruption()
-    run_dir = Path(hydra_cfg.run.dir).absolute()
+    overrides = list(asked.hydra_cfg.overrides.task)
+    run_dir = asked.old_dir or Path(asked.hydra_cfg.run.dir).absolute()
     try:
-        if old_dir is None:
-            run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"error: the folder of the run cannot be made: {error}; give another runs_dir")
+        raise ConfigError(f"{run_dir} cannot be made: {error}; give another runs_dir") from error
     try:
         with (
-            exit_in_one_line(ConfigError, NonFiniteError, RewardsFailedError),
             interruption.handle_signals(),
-            open_session(cfg, run_dir, old_dir, console, interruption) as session,
+            open_session(asked.cfg, run_dir, asked.old_dir, console, interruption) as session,
         ):
             run_dir = session.run_dir
             results = fit(
@@ -88,20 +92,18 @@ def main() -> None:
                 resumes=session.is_resumed,
                 fabric=session.fabric,
                 interruption=interruption,
-                choices=choices,
+                choices=asked.choices,
             )
     except MemoryExhaustedError as error:
         log.error("the allocation that failed:", exc_info=error)
-        sys.exit(f"error: {error}")
+        raise
     except OSError as error:
         if not is_disk_full(error):
             raise
-        kept = run_dir if old_dir is None else old_dir.absolute()
-        again, _ = end_of_run(InterruptedRunError(f"the disk is full: {error}", SIGINT), kept, overrides)
-        sys.exit(f"error: {again}")
+        full = InterruptedRunError(f"the disk is full: {error}", SIGINT)
+        raise ConfigError(end_of_run(full, run_dir, overrides)[0]) from error
     except InterruptedRunError as error:
-        stopped = run_dir if old_dir is None else old_dir.absolute()
-        message, code = end_of_run(error, stopped, overrides)
+        message, code = end_of_run(error, run_dir, overrides)
         console.print(message, markup=False, highlight=False, soft_wrap=True)
         # A launcher takes another exit code of any rank for a failure, and may kill rank 0.
         exit_soon(code if not console.quiet else 0)
@@ -135,13 +137,13 @@ def fit(
     """
     from lit_rlkv.reporting.header import header, trained_parameters
     from lit_rlkv.reporting.progress import say
-    from lit_rlkv.runs.context import CONFIG, build_context, check_reward_functions
+    from lit_rlkv.run_files import CONFIG
+    from lit_rlkv.runs.context import build_context, check_reward_functions
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.preflight import check_shares
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
     from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
-    from lit_rlkv.runs.weights import load_trainable
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy
     from lit_rlkv.stages.sft import make_starting_model
@@ -189,7 +191,7 @@ def fit(
         else:
             say(console, "not in stages", stage="rl")
             if run.resume_from is not None:
-                load_trainable(module, run.resume_from.weights())
+                run.resume_from.load_into(module)
         if "eval" in cfg.stages:
             evaluate_after_training(run, module)
         else:

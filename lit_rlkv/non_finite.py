@@ -5,11 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lit_rlkv.checks import OneLineError
+
 MAX_SKIPPED = 5
 """Consecutive optimizer steps that may be skipped."""
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(OneLineError, FloatingPointError):
     """Too many consecutive non-finite gradients, or a model that has diverged."""
 
 

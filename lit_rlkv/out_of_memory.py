@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lit_rlkv.checks import OneLineError
+
 ALLOCATORS_SAY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",  # on Windows
@@ -18,7 +20,7 @@ ALLOCATORS_SAY = (
 """Messages of failed allocations that raise a plain RuntimeError."""
 
 
-class MemoryExhaustedError(MemoryError):
+class MemoryExhaustedError(OneLineError, MemoryError):
     """An allocation failed; the message names the need and the settings to change."""
 
 

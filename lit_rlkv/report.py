@@ -40,7 +40,7 @@ def main() -> None:
     if not sys.argv[1:] or {"--help", "--help-all", "-h"} & set(sys.argv[1:]):
         sys.stdout.write(USAGE)
         sys.exit(0 if sys.argv[1:] else 2)
-    with exit_in_one_line(ConfigError):
+    with exit_in_one_line():
         arguments = parse(sys.argv[1:])
         # Imported here, so that mistakes on the command line are reported before matplotlib is loaded, and
         # Ctrl-C in an import ends it at once.

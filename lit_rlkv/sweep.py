@@ -104,11 +104,11 @@ def main() -> None:
     command = shlex.join(["python", "-m", "lit_rlkv.sweep", *sys.argv[1:]])
     with abort_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
         args = parse(sys.argv[1:])
-        with exit_in_one_line(ConfigError):
+        with exit_in_one_line():
             if importlib.util.find_spec("optuna") is None:
                 raise ConfigError('sweeps need the package optuna; pip install -e ".[sweep]"')
             import_slow_modules("lit_rlkv.sweeping.runs")
-    with exit_in_one_line(ConfigError), unwind_on_ctrl_c(f"interrupted; resume with {command}"):
+    with exit_in_one_line(), unwind_on_ctrl_c(f"interrupted; resume with {command}"):
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
         sweep(args)
 

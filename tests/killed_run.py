@@ -17,8 +17,8 @@ from rich.console import Console
 
 from lit_rlkv.config import composed
 from lit_rlkv.fit import fit
+from lit_rlkv.run_files import CHECKPOINTS, CONFIG
 from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import CHECKPOINTS, CONFIG
 from lit_rlkv.runs.preflight import checked_config
 from tests.whole_runs import TINY
 

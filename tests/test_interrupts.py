@@ -185,7 +185,7 @@ def test_an_interrupt_in_any_stage_says_how_to_resume(tmp_path, options, at):
     said = interrupt(process, at)
     assert resume_argument(said) == f"resume={folder}"
     if "sft" in at:
-        (saved,) = (folder / "sft" / "checkpoints").iterdir()
+        (saved,) = (folder / "sft").glob("*/checkpoints/*")
         assert int(saved.name.removeprefix("iteration-")) >= 39  # the line of step 400 comes before its save
 
 
@@ -260,10 +260,10 @@ def test_an_interrupted_evaluation_or_export_writes_nothing(sft_runs, tmp_path):
     shutil.copytree(sft_runs / "first", ckpt)
     before = sorted(ckpt.iterdir())
     said = interrupt(start("evaluate", f"ckpt={ckpt}", "n_prompts=2000"), "eval 1/")
-    assert said.splitlines()[-1].startswith("interrupted; results are written at the end")
+    assert said.splitlines()[-1] == "interrupted"
     assert sorted(ckpt.iterdir()) == before
     said = interrupt(start("export", f"ckpt={ckpt}", f"to={tmp_path / 'out'}"), "loading torch", 1.0)
-    assert said.startswith("interrupted; ")
+    assert said.startswith("interrupted")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 

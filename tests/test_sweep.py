@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lit_rlkv.runs.context import CHECKPOINTS
+from lit_rlkv.run_files import CHECKPOINTS
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.sweep import main, parse
 from lit_rlkv.sweeping.runs import SweepStudy, Workers

@@ -11,8 +11,9 @@ from torch import Tensor
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, Config, build
 from lit_rlkv.diagnostics.covariance import PartGradients
+from lit_rlkv.run_files import CHECKPOINTS
 from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import CHECKPOINTS, build_context
+from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import find_starting_model

@@ -13,7 +13,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.checks import Range
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
-from lit_rlkv.files import append_if_possible, json_lines, read_if_intact, write_atomically
+from lit_rlkv.files import append_if_possible, json_lines, read_if_there, write_atomically
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.run_files import DIAGNOSTICS
@@ -100,7 +100,7 @@ class DiagnosticsFile(RLCallback):
         def read(path: Path) -> list[dict[str, Any]]:
             return [row for row in json_lines(path) if row["name"] and row["iteration"] <= resumed_at]
 
-        kept = read_if_intact(self.path, read, [], sets_aside=True)
+        kept = read_if_there(self.path, read, [])
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:

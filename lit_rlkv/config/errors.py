@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from hydra.errors import InstantiationException
 from omegaconf.errors import InterpolationResolutionError
 
+from lit_rlkv.checks import OneLineError
 
-class ConfigError(ValueError):
+
+class ConfigError(OneLineError, ValueError):
     """A mistake in the configuration: what must hold, what was given, what to do."""
 
 

@@ -157,7 +157,7 @@ def _with_overrides(saved: DictConfig, cfg: DictConfig, overrides: Sequence[str]
         key = override.lstrip("+~").partition("=")[0]
         # A preset sets keys everywhere.
         require(key not in PRESETS, f"{override}: a resumed run takes no preset; give single settings")
-        if key not in ("resume", KEY):
+        if key not in ("resume", KEY) and key.partition(".")[0] != "hydra":  # which fit answers itself
             # The key, or the first parent of it that is None, such as a diagnostic that was off.
             names = key.split(".")
             above = (".".join(names[:n]) for n in range(1, len(names)))

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig
 
 from lit_rlkv.checks import fits
-from lit_rlkv.files import read_if_intact, read_json, write_atomically
+from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.run_files import CHOICES
 from lit_rlkv.trust import KEY
 
@@ -51,9 +51,10 @@ class Choices:
     def load(cls, run_dir: Path) -> "Choices | None":
         """Return the choices with which a run was started; None if its folder does not tell.
 
-        A damaged file costs a warning.
+        Raises:
+            DamagedFileError: the file cannot be read.
         """
-        return read_if_intact(run_dir / CHOICES, cls._read, None)
+        return read_if_there(run_dir / CHOICES, cls._read, None)
 
     @classmethod
     def _read(cls, path: Path) -> "Choices | None":

@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.tasks.base import FiniteTask, Task, UserTask
@@ -89,27 +89,18 @@ class PromptSource:
         return rng.sample(self._members, len(self._members))
 
 
-def check_split(task: FiniteTask, split: str) -> None:
-    """Raise a ValueError if no problem of a task falls into a split; looks no further than the first."""
-    if not _is_divided(task) and not any(_is_member(task, index, split) for index in range(len(task))):
+def _members(task: FiniteTask, split: str) -> list[int]:
+    """Return the indices of a split: as the task says, or else by a hash of each prompt.
+
+    Raises:
+        ValueError: no problem falls into the split.
+    """
+    if isinstance(task, UserTask) and getattr(task, "is_divided", task.n_held_out > 0):
+        n_train = len(task) - task.n_held_out
+        return [*(range(n_train) if split == "train" else range(n_train, len(task)))]
+    members = [index for index in range(len(task)) if split_of(task.at(index).prompt) == split]
+    if not members:
         raise ValueError(
             f"none of the {len(task)} problems of {task} falls into the {split} split; add problems"
         )
-
-
-def _members(task: FiniteTask, split: str) -> list[int]:
-    """Return the indices of a split: as the task says, or else by each prompt."""
-    if _is_divided(task):
-        n_train = len(task) - task.n_held_out
-        return [*(range(n_train) if split == "train" else range(n_train, len(task)))]
-    check_split(task, split)
-    return [index for index in range(len(task)) if _is_member(task, index, split)]
-
-
-def _is_divided(task: FiniteTask) -> TypeGuard[UserTask]:
-    """True if a task says itself which problems are for evaluation; False: a hash of each prompt decides."""
-    return isinstance(task, UserTask) and bool(getattr(task, "is_divided", task.n_held_out > 0))
-
-
-def _is_member(task: FiniteTask, index: int, split: str) -> bool:
-    return split_of(task.at(index).prompt) == split
+    return members

@@ -6,7 +6,7 @@ from itertools import islice, repeat
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.prompts import PromptSource, check_split
+from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import count_tokens, encode, encode_prompt
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import ExactMatch, MathVerify, Numeric, RewardFunction, RewardManager
@@ -55,9 +55,7 @@ def measure(
     Args:
         on_progress: called with the number of further rows.
     """
-    if needs_eval_split and isinstance(task, UserTask):
-        check_split(task, "eval")
-    elif needs_eval_split:
+    if needs_eval_split:
         PromptSource(task, split="eval", seed=seed).take(1)
     sizes, errors, rows = Sizes([], [], [], []), RowErrors(), _rows(task, seed)
     while chunk := [*islice(rows, _CHUNK)]:
@@ -137,7 +135,6 @@ def _check_fit(model: PreTrainedModel, sizes: Sizes, counts: Sequence[int], n_mo
 def _problems(task: Task, seed: int) -> Iterator[tuple[str, Problem]]:
     """Yield all problems of a user's data, or the first of another task, behind their places."""
     if isinstance(task, UserTask):
-        check_split(task, "train")
         yield from ((task.place(index), task.at(index)) for index in range(len(task)))
         return
     for problem in PromptSource(task, split="train", seed=seed).take(N_CHECKED):

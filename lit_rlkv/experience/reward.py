@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.options import check_values
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
@@ -21,7 +22,7 @@ OWN = (EXACT_MATCH, "learned")
 """Components that are not reward functions: scores of the task's verifier and of the reward role."""
 
 
-class RewardsFailedError(RuntimeError):
+class RewardsFailedError(OneLineError, RuntimeError):
     """Too few responses have a reward to continue."""
 
 

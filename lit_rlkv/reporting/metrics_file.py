@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.files import read_if_intact, write_atomically
+from lit_rlkv.files import read_if_there, write_atomically
 from lit_rlkv.reporting.run_metrics import SECONDS, TOKENS, History, last_axis_values, read_metrics
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class MetricsFile(RLCallback):
 
     def __init__(self, path: Path, resumed_at: int = 0, last: Mapping[str, float] | None = None) -> None:
         self.path = path
-        earlier = read_if_intact(path, read_metrics, [], sets_aside=True) if resumed_at else []
+        earlier = read_if_there(path, read_metrics, []) if resumed_at else []
         rows = {row["iteration"]: row for row in earlier if 1 <= row["iteration"] <= resumed_at}
         if last and resumed_at:
             rows[float(resumed_at)] = {"iteration": float(resumed_at), **last, **rows.get(resumed_at, {})}

@@ -190,21 +190,19 @@ class GraderPool:
         path, function = self._job["path"], self._job["function"]
         try:
             reply = worker.ask(self._job, START_LIMIT_S)
+            self._n_slow_starts = 0
+            if "error" in reply:
+                self._load_error = f"cannot load {function} from {path}: {reply['error']}"
+                raise NonRetryableError(self._load_error)
         except BaseException as error:
             self._kill(worker)
-            if isinstance(error, TimeoutError):
-                self._n_slow_starts += 1
-                if self._n_slow_starts >= MAX_SLOW_STARTS:
-                    self._load_error = (
-                        f"{path} was not loaded within {START_LIMIT_S:g} seconds, {self._n_slow_starts} "
-                        "times; load less when it is imported"
-                    )
+            self._n_slow_starts += isinstance(error, TimeoutError)
+            if self._n_slow_starts >= MAX_SLOW_STARTS:
+                self._load_error = (
+                    f"{path} was not loaded within {START_LIMIT_S:g} seconds, {self._n_slow_starts} times; "
+                    "load less when it is imported"
+                )
             raise
-        self._n_slow_starts = 0
-        if "error" in reply:
-            self._kill(worker)
-            self._load_error = f"cannot load {function} from {path}: {reply['error']}"
-            raise NonRetryableError(self._load_error)
         return worker
 
     def _kill(self, worker: "_Worker") -> None:

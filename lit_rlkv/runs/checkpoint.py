@@ -6,22 +6,24 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
+from lightning import LightningDataModule
 from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_rlkv.checks import from_json
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.files import atomic_dir, discard, read_json, sweep_partial
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.weights import trainable_weights
+from lit_rlkv.runs.weights import load_reference, load_trainable, reference_weights, trainable_weights
 from lit_rlkv.trainer import TrainState
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
@@ -30,8 +32,6 @@ REFERENCE = "reference.safetensors"
 BEST = "best"
 """Link to the best checkpoint by the metric of the retention policy."""
 PREFIX = "iteration-"
-N_NAMED = 6
-"""Most checkpoints that an error names."""
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,16 @@ class Checkpoint:
     def reference(self) -> dict[str, Tensor]:
         """Load the parameters of the reference by name; empty while it is the starting model."""
         return load_file(self.path / REFERENCE) if REFERENCE in self.files else {}
+
+    def load_into(self, module: nn.Module, roles: Roles | None = None) -> None:
+        """Copy the parameters into a module, and those of the reference into its roles.
+
+        Raises:
+            ConfigError: names or shapes differ.
+        """
+        load_trainable(module, self.weights())
+        if roles is not None:
+            load_reference(roles, self.reference())
 
     def learner_state(self) -> dict[str, Any]:
         """Load the state of optimizers and schedulers."""
@@ -163,18 +173,14 @@ class CheckpointDir:
         """Return the folder of a checkpoint by its name, such as best; iteration-50 may lack its zeros.
 
         Raises:
-            ConfigError: there is none of that name; the error names those that there are.
+            ConfigError: there is none of that name; the error names the newest.
         """
         number = re.fullmatch(f"{PREFIX}([0-9]{{1,9}})", name)
         for folder in (self.root / name, *([] if number is None else [self.folder_of(int(number[1]))])):
             if folder.is_dir():
                 return folder
-        there_are = [path.name for path in (*self.all(), self.root / BEST) if path.is_dir()]
-        shown = there_are if len(there_are) <= N_NAMED else [there_are[0], "...", *there_are[-2:]]
-        raise ConfigError(
-            f"{self.root} has no checkpoint {name}; "
-            + (f"give one of {', '.join(shown)}" if shown else "it has none: give another run")
-        )
+        newest = ", ".join(path.name for path in self.all()[-2:]) or "none"
+        raise ConfigError(f"{self.root} has no checkpoint {name}; the newest are: {newest}")
 
     def all(self) -> list[Path]:
         """Return all checkpoint folders, oldest first, also broken ones."""
@@ -261,31 +267,61 @@ def _digest_of(state: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-@dataclass
-class Saver:
-    """Saves a checkpoint every `every` iterations, and after the last one, unless training has diverged.
+class HasLogits(Protocol):
+    """A module that trains; every rank calls `has_finite_logits` before a checkpoint."""
 
-    If a checkpoint cannot be written, as on a full disk, training continues and the next iteration tries
-    again.
+    def has_finite_logits(self) -> bool: ...
+
+
+class RunState:
+    """All that a checkpoint holds of a run: put together by `save`, taken apart by `load`.
+
+    Args:
+        module: an `nn.Module` with `has_finite_logits`; its trained parameters are saved.
+        every: iterations between checkpoints; None saves only the last iteration.
+        resumed: the checkpoint to resume from; None: from the first iteration.
+        backbone: fingerprint of the frozen weights.
+        roles: whose reference is saved once it was synced.
     """
 
-    fabric: Fabric
-    module: nn.Module
-    checkpoints: CheckpointDir
-    every: int | None
-    """Iterations between checkpoints; None saves only the last iteration."""
-    saved_at: int | None
-    """Iteration of the newest checkpoint."""
-    backbone: str | None = None
-    """Fingerprint of the frozen weights."""
-    has_finite_logits: Callable[[], bool] = lambda: True
-    """Every rank calls it before a checkpoint."""
-    reference: Callable[[], Mapping[str, Tensor]] = dict
-    """Returns the weights of the reference that a checkpoint holds; every rank calls it."""
-    _is_late: bool = False
+    def __init__(
+        self,
+        fabric: Fabric,
+        module: nn.Module,
+        checkpoints: CheckpointDir,
+        every: int | None,
+        resumed: Checkpoint | None,
+        backbone: str | None = None,
+        roles: Roles | None = None,
+    ) -> None:
+        self.fabric = fabric
+        self.module = module
+        self.checkpoints = checkpoints
+        self.every = every
+        self.resumed = resumed
+        self.backbone = backbone
+        self.roles = roles
+        self.saved_at = None if resumed is None else resumed.iteration
+        """Iteration of the newest checkpoint."""
+        self._is_late = False
 
-    def __call__(self, state: TrainState) -> None:
-        """Save if a checkpoint is due.
+    def load(self, datamodule: LightningDataModule) -> dict[str, Any] | None:
+        """Restore parameters and data, and return the learner's state; None without a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint holds other parameters, or the data has changed since.
+        """
+        if self.resumed is None:
+            return None
+        self.resumed.load_into(self.module, self.roles)
+        with as_config_errors(str(self.resumed.path)):
+            datamodule.load_state_dict(self.resumed.data_state)
+        return self.resumed.learner_state()
+
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint every `every` iterations, and after the last one, unless training has diverged.
+
+        If it cannot be written, as on a full disk, training continues and the next iteration tries again.
 
         Raises:
             OSError: the checkpoint of the last iteration cannot be written.
@@ -298,29 +334,26 @@ class Saver:
             return
         # Every rank takes part in a forward and in gathering sharded parameters.
         with self.fabric.autocast():
-            has_finite_logits = self.has_finite_logits()
+            is_finite = cast(HasLogits, self.module).has_finite_logits()
         weights = trainable_weights(self.module)
-        problem = broadcast_from_rank_zero(self.fabric, lambda: find_divergence(weights, has_finite_logits))
+        newest = "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"
+        problem = broadcast_from_rank_zero(self.fabric, lambda: find_divergence(weights, is_finite))
         if problem is not None:
             raise NonFiniteError(
                 f"training has diverged by iteration {state.iteration}, whose model is not saved: {problem}. "
-                f"There is {self._newest()} to go back to; start a new run with a lower learning rate"
+                f"There is {newest} to go back to; start a new run with a lower learning rate"
             )
         content = weights, state.learner_state(), state.data_state, state.metrics
-        reference = self.reference()
+        reference = {} if self.roles is None else reference_weights(self.roles)
         if not self.fabric.is_global_zero:
             return
         try:
             self.checkpoints.save(state.iteration, *content, self.fabric.world_size, self.backbone, reference)
         except OSError as error:
             self._is_late = True
-            where = self._newest()
             said = f"iteration {state.iteration} cannot be saved in {self.checkpoints.root}: {error}"
             if state.is_last:
-                raise OSError(f"{said}; there is {where} to resume from") from error
-            log.warning("%s; the next iteration tries again; until then there is %s", said, where)
+                raise OSError(f"{said}; there is {newest} to resume from") from error
+            log.warning("%s; the next iteration tries again; until then there is %s", said, newest)
         else:
             self.saved_at, self._is_late = state.iteration, False
-
-    def _newest(self) -> str:
-        return "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"

@@ -28,12 +28,6 @@ from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.reporting.progress import QUIET_S, track
 from lit_rlkv.rewards import RewardManager
-from lit_rlkv.run_files import BACKBONE as BACKBONE
-from lit_rlkv.run_files import CHECKPOINTS as CHECKPOINTS
-from lit_rlkv.run_files import CONFIG as CONFIG
-from lit_rlkv.run_files import EVALUATION as EVALUATION
-from lit_rlkv.run_files import METRICS as METRICS
-from lit_rlkv.run_files import REPORT as REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
 from lit_rlkv.runs.preflight import CheckedConfig
 from lit_rlkv.tasks import Task, UserTask

@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,12 +16,9 @@ from typing import Any
 import torch
 
 from lit_rlkv.config import Config
-from lit_rlkv.files import read_if_intact, write_atomically
+from lit_rlkv.files import read_if_there, write_atomically
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.run_files import ENVIRONMENT
-
-FILE_NAME = ENVIRONMENT
-"""File in the run folder: a list with an entry for every start."""
 
 PACKAGES = (
     "lit_rlkv",
@@ -77,7 +75,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "is_dirty": changes != ""}
 
 
-def installed(packages: tuple[str, ...]) -> dict[str, str]:
+def installed(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of the installed packages."""
     versions = {}
     for name in packages:
@@ -88,8 +86,8 @@ def installed(packages: tuple[str, ...]) -> dict[str, str]:
 
 def record(run_dir: Path, environment: dict[str, Any]) -> None:
     """Append a start of the run to its list."""
-    path = run_dir / FILE_NAME
-    starts = read_if_intact(path, read_environments, [], sets_aside=True)
+    path = run_dir / ENVIRONMENT
+    starts = read_if_there(path, read_environments, [])
     write_atomically(path, json.dumps([*starts, environment], indent=1))
 
 

@@ -19,7 +19,8 @@ from lightning.fabric.strategies.strategy import Strategy
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors, require
+from lit_rlkv.checks import OneLineError
+from lit_rlkv.config import Config, as_config_errors, require
 from lit_rlkv.distributed.ranks import COLLECTIVE_TIMEOUT
 from lit_rlkv.distributed.sharding import ShardedStrategy
 
@@ -152,18 +153,18 @@ def broadcast_from_rank_zero(fabric: Fabric, find: Callable[[], Found]) -> Found
     """Compute a value on rank 0 and return it on every rank.
 
     Raises:
-        ConfigError: rank 0 raised it; every rank raises the same.
+        OneLineError: rank 0 raised it; every rank raises the same.
     """
     if fabric.world_size == 1:
         return find()
-    found: Found | ConfigError | None = None
+    found: Found | OneLineError | None = None
     if fabric.is_global_zero:
         try:
             found = find()
-        except ConfigError as error:
+        except OneLineError as error:
             found = error
     found = fabric.broadcast(found)
-    if isinstance(found, ConfigError):
+    if isinstance(found, OneLineError):
         raise found
     return cast(Found, found)
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import ConfigError, require
+from lit_rlkv.files import read_text
 from lit_rlkv.run_files import BACKBONE
 
 LOCK = ".lock"
 """Locked file in a folder while a process works there; it names the process."""
 TIMEOUT_S = 0.2
 """Longest wait for a lock, in seconds; a process that is ending releases it by then."""
-MAX_OWNER = 200
-"""Characters of the file to read."""
 log = logging.getLogger(__name__)
 
 
@@ -25,9 +24,7 @@ class BusyError(ConfigError):
 
 
 class FolderLock:
-    """Lock of a folder for this process, from `take` until the `with` block ends.
-
-    The lock belongs to the process, so it ends with the process, however that ends.
+    """Lock of a folder for this process, from `take` until the `with` block, or the process, ends.
 
     Args:
         setting: key by which the user gives another folder, for errors.
@@ -42,7 +39,13 @@ class FolderLock:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._release()
+        if self._held is not None:
+            path = Path(self._held.lock_file)
+            # The file may have been removed, and another process may have locked a new one.
+            if path.exists() and path.stat().st_ino == self._inode:
+                path.unlink()
+            self._held.release()
+            self._held = None
 
     def take(self, folder: Path) -> None:
         """Create and lock a folder, then release the previous one.
@@ -56,25 +59,23 @@ class FolderLock:
         path = folder / LOCK
         # A stranger's folder must not lead writes elsewhere. The link to the SFT model is only read.
         links = [each for each in folder.glob("*") if each.is_symlink() and each.name != BACKBONE]
-        if links:
-            raise ConfigError(
-                f"{links[0]} is a link, and a run writes in its own folder alone; remove the link"
-            )
+        require(
+            not links,
+            f"{links and links[0]} is a link, and a run writes in its own folder alone; remove the link",
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            path.open("a").close()
         except OSError as error:
             raise ConfigError(
-                f"{folder} cannot be written: {error}; give another ({self.setting}...)"
+                f"{path} cannot be written: {error}; give another folder ({self.setting}...)"
             ) from error
-        if path.is_dir():
-            raise ConfigError(f"{path} must be a file, and is a folder; remove it")
         lock = FileLock(path, timeout=TIMEOUT_S)
-        is_locked = True
+        held: FileLock | None = lock
         try:
             lock.acquire()
         except Timeout as error:
-            owner = path.read_text(errors="replace")[:MAX_OWNER] or "another process"
+            owner = read_text(path) or "another process"
             raise BusyError(
                 f"{folder}: {owner} is at work there; wait until it has ended, or end it, or give another "
                 f"folder ({self.setting}...)"
@@ -82,19 +83,10 @@ class FolderLock:
         except OSError as error:
             log.warning("%s cannot be locked (%s): a second process could write there too", folder, error)
             path.unlink(missing_ok=True)
-            is_locked = False
-        self._release()
-        if is_locked:
-            self._held = lock
+            held = None
+        self.__exit__()
+        self._held = held
+        if held is not None:
             self._inode = path.stat().st_ino
             with suppress(OSError):  # only for messages; the disk may be full
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-
-    def _release(self) -> None:
-        if self._held is not None:
-            path = Path(self._held.lock_file)
-            # The file may have been removed, and another process may have locked a new one.
-            if path.exists() and path.stat().st_ino == self._inode:
-                path.unlink()
-            self._held.release()
-            self._held = None

@@ -11,11 +11,12 @@ from omegaconf import OmegaConf
 
 from lit_rlkv.config import is_local
 from lit_rlkv.evaluation.results import EvalRow
-from lit_rlkv.files import read_if_intact
+from lit_rlkv.files import read_if_there
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.reporting.describe import describe
 from lit_rlkv.reporting.run_folder import read_environments
 from lit_rlkv.reporting.tables import markdown_table
+from lit_rlkv.run_files import ENVIRONMENT
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun
 from lit_rlkv.runs.training_run import Results
@@ -53,9 +54,9 @@ class Exported:
 
 def model_card(run: SavedRun, exported: Exported) -> str:
     """Return the page in Markdown, with the header that model hubs read."""
-    cfg, path = run.cfg, run.run_dir / environment.FILE_NAME
+    cfg, path = run.cfg, run.run_dir / ENVIRONMENT
     config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-    starts = read_if_intact(path, read_environments, [])
+    starts = read_if_there(path, read_environments, [])
     now = {
         "git": environment.git_state(environment.PACKAGE_DIR),
         "packages": environment.installed(environment.PACKAGES),

@@ -10,20 +10,13 @@ from torch import Tensor
 
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.resumed import read_config
-from lit_rlkv.files import MAX_CONFIG_BYTES, read_if_intact, read_text
+from lit_rlkv.files import MAX_CONFIG_BYTES, read_if_there, read_text
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
 from lit_rlkv.reporting.run_metrics import ITERATION, read_metrics
+from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, METRICS
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
-from lit_rlkv.runs.context import (
-    BACKBONE,
-    CHECKPOINTS,
-    CONFIG,
-    METRICS,
-    RunContext,
-    build_context,
-    pretrained_path,
-)
+from lit_rlkv.runs.context import RunContext, build_context, pretrained_path
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone
@@ -93,7 +86,7 @@ def find_run(ckpt: Path) -> SavedRun:
 
 def _at_newest(run_dir: Path) -> SavedRun:
     checkpoint = CheckpointDir(run_dir / CHECKPOINTS).latest()
-    if checkpoint is None and (trained := read_if_intact(run_dir / METRICS, read_metrics, [])):
+    if checkpoint is None and (trained := read_if_there(run_dir / METRICS, read_metrics, [])):
         log.warning(
             "%s has rows of %d iterations and no checkpoint, so this is the policy before training; restore "
             "its folder %s, or wait for its first checkpoint",

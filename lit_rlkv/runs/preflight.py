@@ -132,12 +132,7 @@ def build_task(cfg: Config) -> Task:
             task = build(cfg.task)
     finally:
         meter.stop()
-    missing = [name for name in ("is_verifiable", "sample", "score", "corrupt") if not hasattr(task, name)]
-    require(
-        isinstance(task, Task),
-        f"task._target_={cfg.task._target_} must be a task, and has no {', '.join(missing)}; see "
-        "lit_rlkv.tasks.Task",
-    )
+    require(isinstance(task, Task), f"task._target_={cfg.task._target_} must be a lit_rlkv.tasks.Task")
     return cast(Task, task)
 
 
@@ -159,12 +154,6 @@ def _check_algorithm(cfg: CheckedConfig) -> None:
     algorithm = cfg.algorithm
     with as_config_errors("algorithm.advantage"):
         advantage = cfg.parts.advantage.for_task(cfg.parts.task)
-    has_judge = isinstance(advantage, PairAdvantage) and advantage.judge is not None
-    require(
-        not has_judge or cfg.reward.missing_eos_penalty == 0,
-        f"reward.missing_eos_penalty={cfg.reward.missing_eos_penalty} has no effect beside a judge, who "
-        "ranks in place of the reward; use 0",
-    )
     require(
         algorithm.group_size >= advantage.min_group_size,
         f"algorithm.group_size={algorithm.group_size}: {type(advantage).__name__} compares responses to one "

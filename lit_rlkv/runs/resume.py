@@ -21,8 +21,8 @@ from lit_rlkv.config.targets import user_code
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.reporting.progress import say
+from lit_rlkv.run_files import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
-from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.preflight import CheckedConfig, checked_config
@@ -93,8 +93,8 @@ def open_session(
         run_dir = old_dir or run_dir
         if own_dir != run_dir:
             discard_if_empty(own_dir)
-        # A link or a pipe of that name would lead elsewhere, or wait for a reader.
-        if fabric.is_global_zero and _is_own_file(run_dir / LOG):
+        # A pipe of that name would wait for a reader; a folder with links was refused by its lock.
+        if fabric.is_global_zero and ((run_dir / LOG).is_file() or not (run_dir / LOG).exists()):
             logging.getLogger().addHandler(LogFile(run_dir / LOG, delay=True))
         with mark_interrupted(run_dir, is_rank_zero=fabric.is_global_zero):
             yield Session(cfg, run_dir, fabric, is_resumed=old_dir is not None)
@@ -115,11 +115,6 @@ def lock_run_dir(
     for root in (old_dir or run_dir, Path(cfg.runs_dir) / SFT_MODELS):
         sweep_partial(root, is_shared=True)  # evaluations and exports write beside a run, without its lock
     return old_dir
-
-
-def _is_own_file(path: Path) -> bool:
-    """True if a path is free, or a regular file and no link."""
-    return not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
 
 
 def discard_if_empty(folder: Path) -> None:
@@ -214,8 +209,7 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
     is_saved = (run_dir / CONFIG).is_file()
     if not error.is_ctrl_c:
         kept = "saved" if is_saved else "nothing was saved yet"
-        again = "resume=... resumes the run" if is_saved else "the same command starts the run"
-        return f"{error}: {kept}, exit code {interrupts.REQUEUE}; {again}", interrupts.REQUEUE
+        return f"{error}: {kept}, exit code {interrupts.REQUEUE}", interrupts.REQUEUE
     if not is_saved:
         return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)

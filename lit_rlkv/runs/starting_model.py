@@ -14,8 +14,9 @@ from transformers.utils.hub import cached_file
 from lit_rlkv.config import Config, ConfigError
 from lit_rlkv.config.options import show
 from lit_rlkv.files import fingerprint, stamps
+from lit_rlkv.run_files import BACKBONE
 from lit_rlkv.runs.checkpoint import Checkpoint
-from lit_rlkv.runs.context import BACKBONE, pretrained_path
+from lit_rlkv.runs.context import pretrained_path
 
 REWARD_MODEL = "reward_model"
 """Folder in a SFT model for a reward model with weights of its own."""

@@ -19,9 +19,9 @@ from lit_rlkv.callbacks.reference_sync import ReferenceSync
 from lit_rlkv.callbacks.reward_watch import RewardWatch
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
-from lit_rlkv.config import as_config_errors
+from lit_rlkv.config import as_config_errors, require
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
-from lit_rlkv.files import atomic_dir, link_tree, read_if_intact, read_json, set_aside, write_atomically
+from lit_rlkv.files import atomic_dir, link_tree, read_if_there, read_json, write_atomically
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.eviction_record import eviction_record
@@ -36,10 +36,10 @@ from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values,
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.rewards import MathVerify
 from lit_rlkv.rewards.verifier import EXACT_MATCH
-from lit_rlkv.run_files import DIAGNOSTICS, EVICTIONS, SAMPLES
+from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, EVICTIONS, METRICS, REPORT
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
-from lit_rlkv.runs.context import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, REPORT, RunContext
+from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.starting_model import SFT_DONE
@@ -72,13 +72,13 @@ class Results:
         write_atomically(run_dir / EVALUATION, json.dumps(found, indent=1))
 
     @classmethod
-    def load(cls, run_dir: Path, *, sets_aside: bool = False) -> "Results":
-        """Load the results of a run folder; empty results if there are none, or if the file is damaged.
+    def load(cls, run_dir: Path) -> "Results":
+        """Load the results of a run folder; empty results if there are none.
 
-        Args:
-            sets_aside: rename a damaged file, because the caller writes a new one.
+        Raises:
+            DamagedFileError: the file cannot be read.
         """
-        return read_if_intact(run_dir / EVALUATION, cls._read, cls(), sets_aside=sets_aside)
+        return read_if_there(run_dir / EVALUATION, cls._read, cls())
 
     @classmethod
     def _read(cls, path: Path) -> "Results":
@@ -121,17 +121,17 @@ class TrainingRun:
             say(console, f"resume after iteration {self.resume_from.iteration} of {run_dir}")
             warn_of_other_ranks(self.resume_from, fabric.world_size)
         self.resumed_at = 0 if self.resume_from is None else self.resume_from.iteration
+        broadcast_from_rank_zero(fabric, self._check_rows)
         fabric.barrier()  # every rank has read the folder before rank 0 writes to it
         if self.is_rank_zero:
             run_dir.mkdir(parents=True, exist_ok=True)
             saved = config_to_save(cfg.source, run_dir)
             write_atomically(run_dir / CONFIG, OmegaConf.to_yaml(saved))
-            self._keep_results_without_checkpoint()
         self.logger = start_logger(context, run_dir, self.resumed_at, console)
         self.own_dir = run_dir if self.is_rank_zero else run_dir / RANKS / str(fabric.global_rank)
         self.own_dir.mkdir(parents=True, exist_ok=True)
         self.progress = ProgressBar("iteration", console, cfg.algorithm.n_iterations, self.resumed_at)
-        self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir, sets_aside=True))
+        self.results = broadcast_from_rank_zero(fabric, lambda: Results.load(run_dir))
         self.metrics = MetricsFile(self.own_dir / METRICS, self.resumed_at, self._last_metrics())
         self.samples = Samples(
             self.own_dir,
@@ -148,24 +148,16 @@ class TrainingRun:
             return None
         return {} if self.resume_from is None else self.resume_from.metrics
 
-    def _keep_results_without_checkpoint(self) -> None:
-        """Rename the result files of a run whose checkpoints are gone, for it begins again."""
+    def _check_rows(self) -> None:
+        """Refuse to begin again a run whose checkpoints are gone: its metrics would be overwritten."""
         if self.resume_from is not None:
             return
         every = self.context.cfg.callbacks.checkpoint_every or self.context.cfg.algorithm.n_iterations
-        rows = read_if_intact(self.run_dir / METRICS, read_metrics, [])
-        if not rows or rows[-1][ITERATION] < every:  # killed before its first checkpoint was due
-            return
-        kept = [
-            set_aside(path)
-            for name in (METRICS, SAMPLES, DIAGNOSTICS)
-            if (path := self.run_dir / name).is_file()
-        ]
-        log.warning(
-            "%s has rows of %d iterations and no checkpoint, so training begins again; it keeps them as %s",
-            self.run_dir,
-            rows[-1][ITERATION],
-            ", ".join(kept),
+        rows = read_if_there(self.run_dir / METRICS, read_metrics, [])
+        require(
+            not rows or rows[-1][ITERATION] < every,  # killed before its first checkpoint was due
+            f"{self.run_dir} has metrics of {len(rows)} iterations and no checkpoint; restore its folder "
+            f"{CHECKPOINTS}, or remove {METRICS} to train from the start",
         )
 
     @contextmanager

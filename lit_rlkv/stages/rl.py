@@ -6,7 +6,6 @@ from lightning import Callback
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.callbacks.hooks import check_hooks, loss_terms_of
-from lit_rlkv.config import as_config_errors
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -14,10 +13,9 @@ from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, Saver
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, RunState
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import tokens_per_pass
-from lit_rlkv.runs.weights import load_reference, load_trainable, reference_weights
 from lit_rlkv.trainer import train
 
 
@@ -80,12 +78,15 @@ def train_policy(
         if isinstance(callback, RowsDiagnostic):
             callback.tokens_per_pass = min(callback.tokens_per_pass, datamodule.tokens_per_pass)
     module.loss_terms = loss_terms_of(callbacks)
-    if resume_from is not None:
-        load_trainable(module, resume_from.weights())
-        load_reference(module.roles, resume_from.reference())
-        with as_config_errors(str(resume_from.path)):
-            datamodule.load_state_dict(resume_from.data_state)
-
+    state = RunState(
+        context.fabric,
+        module,
+        checkpoints,
+        cfg.callbacks.checkpoint_every,
+        resume_from,
+        backbone,
+        module.roles,
+    )
     train(
         context.fabric,
         module,
@@ -93,18 +94,9 @@ def train_policy(
         callbacks=callbacks,
         n_iterations=algorithm.n_iterations,
         first_iteration=0 if resume_from is None else resume_from.iteration,
-        learner_state=None if resume_from is None else resume_from.learner_state(),
+        learner_state=state.load(datamodule),
         max_grad_norm=algorithm.max_grad_norm,
-        save=Saver(
-            context.fabric,
-            module,
-            checkpoints,
-            cfg.callbacks.checkpoint_every,
-            saved_at=None if resume_from is None else resume_from.iteration,
-            backbone=backbone,
-            has_finite_logits=module.has_finite_logits,
-            reference=lambda: reference_weights(module.roles),
-        ),
+        save=state.save,
         update_context=lambda: explain_out_of_memory(datamodule.explain_update),
         interruption=interruption,
     )

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from lightning import Callback
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
-from lit_rlkv.config import as_config_errors
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
@@ -27,15 +25,14 @@ from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import StepProgressBar, say
-from lit_rlkv.run_files import SFT_METRICS
-from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, Saver
+from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, RunState
 from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
-from lit_rlkv.runs.weights import load_trainable
 from lit_rlkv.stages.sft_passes import (
     SFTPass,
     check_data,
@@ -90,7 +87,8 @@ def run_sft(context: RunContext, callbacks: Sequence[Callback]) -> Path:
 class SFTStage:
     """Trains on worked solutions and preference pairs, and resumes where an earlier process ended.
 
-    The finished passes are model folders below `root`; the current pass has checkpoints there.
+    Finished passes are model folders in a folder that has the name of the SFT model, so other settings or
+    data begin anew; the current pass has checkpoints there.
 
     Args:
         root: folder of this stage, a different one for each run.
@@ -105,21 +103,22 @@ class SFTStage:
     ) -> None:
         self.context = context
         self.root = root
+        self.work = root / sft_model_dir(context.cfg).name
         self.every = every
         self.interruption = interruption
         self.passes = training_passes(context.cfg.sft)
-        self.checkpoints = CheckpointDir(root / "checkpoints", RetentionPolicy(n_last=1))
+        self.checkpoints = CheckpointDir(self.work / CHECKPOINTS, RetentionPolicy(n_last=1))
         self.lengths = [_n_iterations(one, context.cfg.sft.steps_per_iteration) for one in self.passes]
         """Iterations of each pass."""
-        n_saved, latest = broadcast_from_rank_zero(
-            context.fabric, lambda: (self._n_saved(), self.checkpoints.latest())
+        numbers = range(len(self.passes))
+        self.first, latest = broadcast_from_rank_zero(
+            context.fabric,
+            lambda: (sum(self._output(n).is_dir() for n in numbers), self.checkpoints.latest()),
         )
-        is_newest = latest is not None and latest.data_state["pass"] >= n_saved
-        self.resumed = latest if is_newest else None
-        """Checkpoint within the pass to resume; None: it starts from its beginning."""
-        self.first = n_saved if self.resumed is None else int(self.resumed.data_state["pass"])
         """Number of the pass to start or resume."""
         begin = sum(self.lengths[: self.first])
+        self.resumed = latest if latest is not None and latest.iteration > begin else None
+        """Checkpoint within the pass to resume; None: it starts from its beginning."""
         self.resumed_at = begin if self.resumed is None else self.resumed.iteration
         """Completed iterations of all passes."""
 
@@ -137,8 +136,8 @@ class SFTStage:
         head. A separate reward model, which starts from the finished LM, has its own folder `REWARD_MODEL`.
 
         Raises:
-            ConfigError: the model cannot learn from the task's solutions or pairs, or they have changed since
-                an earlier process trained on them; raised before any training.
+            ConfigError: the model cannot learn from the task's solutions or pairs; raised before any
+                training.
             InterruptedRunError: a signal ended the run; its state is saved.
         """
         check_hooks(callbacks)
@@ -188,23 +187,12 @@ class SFTStage:
         datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone, adapter=None))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
-        if resumed is not None:
-            load_trainable(module, resumed.weights())
-            with as_config_errors(str(resumed.path)):
-                datamodule.load_state_dict(resumed.data_state["data"])
-        saver = Saver(
-            context.fabric,
-            module,
-            self.checkpoints,
-            self.every,
-            None if resumed is None else resumed.iteration,
-            has_finite_logits=module.has_finite_logits,
-        )
+        run_state = RunState(context.fabric, module, self.checkpoints, self.every, resumed)
 
         def save(state: TrainState) -> None:
             # The end of a pass saves a model instead, unless a signal is about to end the run there.
             if state.iteration < end or (self.interruption is not None and self.interruption.is_agreed):
-                saver(replace(state, data_state={"pass": number, "data": state.data_state}))
+                run_state.save(state)
 
         train(
             context.fabric,
@@ -213,7 +201,7 @@ class SFTStage:
             callbacks=callbacks,
             first_iteration=begin if resumed is None else resumed.iteration,
             n_iterations=end,
-            learner_state=None if resumed is None else resumed.learner_state(),
+            learner_state=run_state.load(datamodule),
             max_grad_norm=cfg.max_grad_norm,
             save=save,
             update_context=lambda: explain_out_of_memory(
@@ -253,25 +241,10 @@ class SFTStage:
                 backbone.save_pretrained(partial, state_dict=weights)
                 if head is not None:
                     save_file(head.state_dict(), partial / REWARD_HEAD)
-            self._mark(number).write_text(self._data())
-
-    def _n_saved(self) -> int:
-        """Return how many passes have saved their models, trained on the data as they are now."""
-        marks = [self._mark(number) for number in range(len(self.passes))]
-        is_saved = [mark.is_file() and mark.read_text() == self._data() for mark in marks]
-        return is_saved.index(False) if False in is_saved else len(marks)
-
-    def _mark(self, number: int) -> Path:
-        """Return the file that says on which data a finished pass was trained; written after its model."""
-        return self.root / f"pass-{number}.data"
-
-    def _data(self) -> str:
-        """Return a digest of config and data."""
-        return sft_model_dir(self.context.cfg).name
 
     def _output(self, number: int) -> Path:
         """Return the model folder of a finished pass."""
-        return self.root / f"pass-{number}"
+        return self.work / f"pass-{number}"
 
     def clear(self) -> None:
         """Remove the folder of the stage."""

@@ -26,7 +26,7 @@ from lit_rlkv.config.targets import check_saved_code, user_code
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.context import EVALUATION, METRICS
+from lit_rlkv.run_files import EVALUATION, METRICS
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import find_starting_model, sft_model_dir

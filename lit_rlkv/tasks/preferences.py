@@ -2,8 +2,8 @@
 
 import random
 import re
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +84,12 @@ def load_preferences(
         f"set {', '.join(f'{key}_column' for key in wanted)}, with prompt_column=null if the sides are whole "
         "conversations"
     )
-    parse = parse_pair if turns is None else _parser(tuple(sorted(turns.items())))
-    read = partial(read_rows, dataset, parse, columns, hint=hint, name=name)
-    return Preferences(read(split=split), None if eval_split is None else read(split=eval_split))
-
-
-@cache  # rows are cached by their parser
-def _parser(turns: tuple[tuple[str, str], ...]) -> Callable[[Mapping[str, Any]], PreferencePair]:
-    headers = dict(turns)
+    headers = TURNS if turns is None else dict(sorted(turns.items()))
     if headers.keys() != TURNS.keys() or not all(headers.values()):
         raise ValueError(f"turns must have a text for {' and '.join(TURNS)}, got {headers}")
-    return partial(parse_pair, turns=headers)
+    parse = partial(parse_pair, turns=headers)
+    read = partial(read_rows, dataset, parse, columns, hint=hint, name=name)
+    return Preferences(read(split=split), None if eval_split is None else read(split=eval_split))
 
 
 def parse_pair(entry: Mapping[str, Any], turns: Mapping[str, str] = TURNS) -> PreferencePair:

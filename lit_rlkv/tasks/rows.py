@@ -5,22 +5,13 @@ import json
 import logging
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-from lit_rlkv.files import stamps
-from lit_rlkv.tasks.hub import converted_rows, is_of_content, load
-from lit_rlkv.tasks.json_rows import (
-    BATCH,
-    LISTENER,
-    numbered_lines,
-    numbered_objects,
-    parse_object,
-    require_file,
-)
+from lit_rlkv.tasks.hub import load, numbered_rows
+from lit_rlkv.tasks.json_rows import numbered_values
 from lit_rlkv.types import Message, Prompt
 from lit_rlkv.units import shortened
 
@@ -32,12 +23,6 @@ N_REPORTED = 5
 """Bad rows named in one error; the others are counted."""
 MAX_ERROR, END_OF_ERROR = 500, 200
 """Characters of an error that are shown, and how many of these are its end, which says what to do."""
-N_CACHED = 4
-"""Tables kept in memory: a task's rows to train on and to evaluate on, twice over."""
-_LINES = ".jsonl"
-_JSON = (".json", _LINES)
-_TEXT = (".csv", *_JSON)
-"""Endings of files that are text, which must be UTF-8."""
 _LIST_OF_OBJECTS = re.compile(r'\s*\[\s*\{\s*"')
 _ROLES = ("system", "user", "assistant")
 
@@ -45,7 +30,7 @@ Columns = tuple[tuple[str, str], ...]
 """Pairs of a key and the column that holds its values."""
 _Parsed = TypeVar("_Parsed")
 _Row = TypeVar("_Row")
-_Reader = TypeVar("_Reader", bound=Callable[..., Any])
+_Parser = Callable[[dict[str, Any]], _Parsed]
 
 
 @dataclass(frozen=True)
@@ -59,47 +44,25 @@ class Table(Generic[_Parsed]):
     """Digest of the data; None if the rows are generated."""
 
 
-def _cached_until_changed(read: _Reader) -> _Reader:
-    """Cache a reader by its hashable arguments and the file's state: config checks build the task too."""
-
-    @lru_cache(maxsize=N_CACHED)
-    def cached(state: Any, *args: Any, **options: Any) -> Any:
-        return read(*args, **options)
-
-    @wraps(read)
-    def reader(source: str | Path, *args: Any, **options: Any) -> Any:
-        _check_is_path(source)
-        return cached(tuple(stamps(Path(source).expanduser())), source, *args, **options)
-
-    return cast(_Reader, reader)
-
-
 def _check_is_path(source: object) -> None:
     if not isinstance(source, str | Path) or source == "":
         raise ValueError(f"the data must be one path or name, got {source!r}; give it as text")
 
 
-def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
-    """Parse every line of a file of JSON objects.
+def read_lines(path: str | Path, parse: _Parser[_Parsed]) -> Table[_Parsed]:
+    """Parse every line of a file of JSON objects, or every object of its one list.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: `parse` refuses lines; the error names them after all lines were read.
+        ValueError: `parse` refuses rows; the error names them after all rows were read.
     """
     _check_is_path(path)
-    require_file(Path(path))
-    return _read_lines(str(path), parse)
+    return _parse_table(str(path), numbered_values(Path(path)), parse)
 
 
-@_cached_until_changed
-def _read_lines(path: str, parse: Callable[[dict[str, Any]], _Parsed]) -> Table[_Parsed]:
-    return _parse_json(path, numbered_lines, parse)
-
-
-@_cached_until_changed
 def read_rows(
     dataset: str,
-    parse: Callable[[dict[str, Any]], _Parsed],
+    parse: _Parser[_Parsed],
     columns: Columns,
     *,
     hint: str,
@@ -119,50 +82,28 @@ def read_rows(
         ImportError: the package datasets is needed and missing.
         ValueError: nothing can be loaded, a column is missing, or `parse` refuses rows.
     """
-    path = path_of(dataset)
-    if Path(path).suffix.lower() in _JSON and split == "train" and name is None:
-        return _parse_json(
-            path, numbered_objects, lambda entry: parse(_select(entry, columns, list(entry), hint))
-        )
-    try:
-        loaded = load(path, name, split)
-    except ValueError as error:
-        if is_of_content(error):
-            _check_text_files(Path(path).expanduser())  # names the line
-        raise
-    _select(dict.fromkeys(loaded.column_names), columns, loaded.column_names, f"{hint} ({dataset!r})")
-    rows = loaded.select_columns([*dict.fromkeys(column for _, column in columns)])
-    at = dataset if split == "train" else f"{dataset} {split}"
 
-    def select(row: dict[str, Any] | ValueError) -> _Parsed:
-        if isinstance(row, ValueError):
-            raise row
+    _check_is_path(dataset)
+
+    def select(row: dict[str, Any]) -> _Parsed:
+        _check_columns(columns, row, hint)
         return parse({key: row[column] for key, column in columns})
 
-    return _parse_table(dataset, _numbered_rows(rows, at), select)
+    path = path_of(dataset)
+    if Path(path).suffix.lower() in (".json", ".jsonl") and split == "train" and name is None:
+        return _parse_table(path, numbered_values(Path(path)), select)
+    loaded = load(path, name, split)
+    _check_columns(columns, loaded.column_names, f"{hint} ({dataset!r})")
+    rows = loaded.select_columns([*dict.fromkeys(column for _, column in columns)])
+    return _parse_table(
+        dataset, numbered_rows(rows, dataset if split == "train" else f"{dataset} {split}"), select
+    )
 
 
-def _numbered_rows(rows: Any, at: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
-    """Return place and values of every row of a `datasets.Dataset`, or the error of one without values."""
-    listener = LISTENER.get()
-    for start in range(0, len(rows), BATCH):
-        converted = converted_rows(rows, start, min(start + BATCH, len(rows)))
-        yield from ((f"{at} row {index}", row) for index, row in enumerate(converted, start))
-        if listener is not None:
-            listener(start + len(converted), len(rows))
-
-
-def _check_text_files(path: Path) -> None:
-    """Raise a ValueError that names the first lines which are not UTF-8 or JSON in a file or a folder's."""
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        kind = file.suffix.lower()
-        if kind not in _TEXT or not file.is_file() or file.stat().st_size == 0:
-            continue
-        if kind in _JSON:
-            parse_rows(numbered_objects(file), parse_object)
-        else:
-            for _ in numbered_lines(file):
-                pass
+def _check_columns(columns: Columns, known: Iterable[str], hint: str) -> None:
+    if missing := [column for _, column in columns if column not in known]:
+        named, has = " and ".join(map(repr, missing)), ", ".join(known)
+        raise ValueError(f"no column {named}, it has {has}; {hint}")
 
 
 def path_of(dataset: str) -> str:
@@ -171,7 +112,7 @@ def path_of(dataset: str) -> str:
         return dataset
     path = EXAMPLES / dataset.removeprefix(EXAMPLE)
     if not path.is_file() or path.parent != EXAMPLES:
-        known = ", ".join(f"{EXAMPLE}{file.name}" for file in sorted(EXAMPLES.glob(f"*{_LINES}")))
+        known = ", ".join(f"{EXAMPLE}{file.name}" for file in sorted(EXAMPLES.glob("*.jsonl")))
         raise ValueError(f"there is no {dataset!r}; the package has {known}")
     return str(path)
 
@@ -282,51 +223,35 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _parse_json(
-    path: str,
-    numbered: Callable[[Path], Iterator[tuple[str, str]]],
-    parse: Callable[[dict[str, Any]], _Parsed],
-) -> Table[_Parsed]:
-    return _parse_table(path, numbered(Path(path)), lambda text: parse(parse_object(text)))
+def _parse_table(source: str, entries: Iterable[tuple[str, Any]], parse: _Parser[_Parsed]) -> Table[_Parsed]:
+    """Return the table of the entries, each a place and a dict, or the ValueError of an unreadable row."""
+    rows, places, left_out = [], [], []
+    # Of the parsed rows: columns that a task does not read may change.
+    digest, encoder = hashlib.blake2b(digest_size=8), json.JSONEncoder(default=vars)
 
-
-def _parse_table(
-    source: str, entries: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]
-) -> Table[_Parsed]:
-    places: list[str] = []
-
-    def noted() -> Iterator[tuple[str, _Row]]:
-        for place, row in entries:
-            places.append(place)
-            yield place, row
-
-    left_out: list[str] = []
-
-    def parsed(row: _Row) -> _Parsed | None:
+    def add(entry: tuple[str, Any]) -> None:
+        place, value = entry
+        if isinstance(value, ValueError):
+            raise value
+        if not isinstance(value, dict):
+            raise ValueError(f"a row must be an object, got {type(value).__name__}; write one per line")
         try:
-            return parse(row)
+            row = parse(value)
         except UnusableRowError as error:
             left_out.append(str(error))
-            return None
+            return
+        text = encoder.encode(row)
+        if "\\ud" in text:  # half of a surrogate pair cannot be encoded, by a tokenizer either
+            json.dumps(row, default=vars, ensure_ascii=False).encode()
+        digest.update(text.encode())
+        rows.append(row)
+        places.append(place)
 
-    found = list(zip(parse_rows(noted(), parsed), places, strict=True))
-    rows = [row for row, _ in found if row is not None]
+    n_rows = len(parse_rows(((entry[0], entry) for entry in entries), add))
     if left_out and not rows:
         raise ValueError(f"{source}: no row can be used: {left_out[0]}")
     if left_out:
         log.warning(
-            "%s: %d of %d rows are left out, the first: %s", source, len(left_out), len(found), left_out[0]
+            "%s: %d of %d rows are left out, the first: %s", source, len(left_out), n_rows, left_out[0]
         )
-    places = [place for row, place in found if row is not None]
-    # Of the parsed rows: columns that a task does not read may change.
-    digest, encoder = hashlib.blake2b(digest_size=8), json.JSONEncoder(default=vars)
-    for row in rows:
-        digest.update(encoder.encode(row).encode())
     return Table(source, rows, places, digest.hexdigest())
-
-
-def _select(entry: Mapping[str, Any], columns: Columns, known: list[str], hint: str) -> dict[str, Any]:
-    missing = [column for _, column in columns if column not in entry]
-    if missing:
-        raise ValueError(f"no column {' and '.join(map(repr, missing))}, it has {', '.join(known)}; {hint}")
-    return {key: entry[column] for key, column in columns}

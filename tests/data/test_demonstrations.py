@@ -85,19 +85,6 @@ def test_completions_start_in_one_column():
     assert batch.is_target.tolist() == [[F, F, F, F, T, T, T], [F, F, F, F, T, F, F]]
 
 
-def test_targets_decode_to_the_completions():
-    batch = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
-    assert decode_completions(TOKENIZER, batch.input_ids, batch.is_target) == ["14", ""]
-
-
-def test_only_completion_tokens_are_targets():
-    batch = encode_completions(TOKENIZER, PROMPTS, ["3", "9,9"])
-    assert batch.input_ids.shape == (2, 4 + 4)
-    assert decode_completions(TOKENIZER, batch.input_ids, batch.is_target) == ["3", "9,9"]
-    assert batch.is_target.sum(dim=1).tolist() == [2, 4]
-    assert (batch.attention_mask & ~batch.is_target).sum(dim=1).tolist() == [4, 2]
-
-
 def test_the_end_of_sequence_is_a_target_even_if_it_is_the_padding():
     tokenizer = build_task_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
@@ -105,13 +92,6 @@ def test_the_end_of_sequence_is_a_target_even_if_it_is_the_padding():
     assert batch.input_ids[0].tolist() == [1, 3, TOKENIZER.convert_tokens_to_ids("="), 3, 1, 1, 1]
     assert batch.attention_mask[0].tolist() == [F, T, T, T, T, F, F]
     assert batch.is_target[0].tolist() == [F, F, F, T, T, F, F]
-
-
-def test_a_batch_has_rows_like_every_other_batch():
-    whole = encode_completions(TOKENIZER, PROMPTS, ["14", ""])
-    batch = whole.rows(slice(1, 2))
-    assert batch.input_ids.shape == batch.is_target.shape == (1, 7)
-    assert torch.equal(batch.input_ids, whole.input_ids[1:])
 
 
 def test_hidden_states_do_not_depend_on_the_padding():

@@ -107,11 +107,6 @@ def test_the_ranks_together_see_what_one_process_sees(task, world_size):
         assert together == alone.take(n * world_size)
 
 
-def test_two_ranks_see_different_problems():
-    first, second = (source(rank=rank, world_size=2).take(10) for rank in range(2))
-    assert not set(prompts(first)) & set(prompts(second))
-
-
 @pytest.mark.parametrize("task", [TASK, Questions(7)])
 def test_a_loaded_cursor_continues_where_it_was_saved(task):
     whole = source(task).take(20)
@@ -200,15 +195,6 @@ def test_a_finite_task_gives_every_problem_of_its_split_once_per_epoch():
         assert len(epoch) == len(members)
         assert set(epoch) == members
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
-
-def test_a_finite_task_is_a_pure_function_across_epochs():
-    stream = source(Questions(10))
-    indices = [0, 35, 3, 12, 0, 35]
-    first = [stream.problem(index) for index in indices]
-    assert first[0] == first[4]
-    assert first[1] == first[5]
-    assert [source(Questions(10)).problem(index) for index in indices] == first
 
 
 def test_a_task_too_small_for_a_split_is_refused():

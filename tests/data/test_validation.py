@@ -38,14 +38,6 @@ def rows(n, prompt="1+1=", answer="2"):
     return [{"prompt": f"{index}+{prompt}", "answer": answer} for index in range(n)]
 
 
-def test_every_row_of_a_users_data_is_measured(write):
-    task, tokenizer = JsonlTask(write(*rows(200))), build_task_tokenizer()
-    sizes = measure(task, tokenizer, 0, needs_eval_split=True)
-    assert sizes.prompts == [len(encode_prompt(tokenizer, task.at(n).prompt)) for n in range(200)]
-    assert sizes.solutions == [2] * 200
-    assert sizes.places[199].endswith("a.jsonl:200")
-
-
 def test_an_unknown_word_in_a_message_that_the_template_leaves_out_is_refused(write):
     messages = [{"role": "system", "content": "odd"}, {"role": "user", "content": "a b"}]
     task = JsonlTask(write(*({"prompt": messages, "answer": "a"} for _ in range(30))))
@@ -145,14 +137,6 @@ def test_the_first_problems_of_other_tasks_are_measured():
     assert set(sizes.prompts) == {6}
 
 
-def test_every_row_of_preferences_is_checked(tmp_path):
-    row = {"prompt": "1?", "chosen": "2", "rejected": "3"}
-    lines = [json.dumps(row | {"prompt": f"{n}?"}) for n in range(80)] + [json.dumps(row | {"chosen": "Ä"})]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"a\.jsonl:81: the tokenizer has no token for 'Ä'"):
-        measure(read_preferences(tmp_path / "a.jsonl"), build_task_tokenizer(), 0, needs_eval_split=False)
-
-
 def pairs(n, **last):
     """Preferences of one shape, and a last one."""
     rows = [{"prompt": f"{index}?", "chosen": "2", "rejected": "33"} for index in range(n)]
@@ -168,13 +152,6 @@ def test_every_rejected_side_is_checked(write, make):
     assert sizes.rejected == [len(encode(tokenizer, "33")) + 1] * 81
     with pytest.raises(ValueError, match=r"a\.jsonl:81: the tokenizer has no token for 'Ä'"):
         measure(read_preferences(write(*pairs(80, rejected="Ä"))), tokenizer, 0, needs_eval_split=False)
-
-
-def test_problems_have_no_rejected_side(write):
-    assert (
-        measure(JsonlTask(write(*rows(3))), build_task_tokenizer(), 0, needs_eval_split=False).rejected
-        == [1] * 3
-    )
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])

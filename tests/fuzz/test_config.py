@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lit_rlkv.cli import exit_in_one_line
-from lit_rlkv.config import ConfigError
 from lit_rlkv.config.composing import groups, initialized, options_of, quoted
 from lit_rlkv.config.keys import keys_of_options
 from lit_rlkv.config.options import leaf_keys, leaves
@@ -70,7 +69,7 @@ def numbers_of(node: Any, key: str = "") -> list[tuple[str, float]]:
 
 def accepted(overrides: list[str]) -> list[tuple[str, float]]:
     """Check a command line as fit does, and return the numbers of its config."""
-    with exit_in_one_line(ConfigError):
+    with exit_in_one_line():
         return numbers_of(OmegaConf.to_container(asked(*overrides).source))
 
 

@@ -12,7 +12,7 @@ from shutil import copytree
 
 import pytest
 
-from lit_rlkv.runs.context import CHECKPOINTS
+from lit_rlkv.run_files import CHECKPOINTS
 from tests import killed_run
 from tests.fuzz.harness import outcome_of
 from tests.sweeping.files import GRID, with_parameters, write

@@ -189,7 +189,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones(tmp_path, lar
     weights = {"w": many if large == "weights" else many[:3]}
     learner = {"step": many if large == "learner" else 1}
     data = {"cursors": [0] * 10_000 if large == "data" else []}
-    with files_of_at_most(20_000), pytest.raises(OSError, match=r"File too large|torch\.save"):
+    with files_of_at_most(20_000), pytest.raises(OSError, match=r"File too large|inline_container"):
         CheckpointDir(tmp_path).save(2, weights, learner, data)
     assert iterations(tmp_path) == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001"]

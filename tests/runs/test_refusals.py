@@ -112,7 +112,7 @@ MISTAKES = [
     ),
     (
         ["reward=endpoint", "reward.functions.custom.url=file:///etc/passwd"],
-        "url must be an ASCII address with http",
+        "url must be an address with http",
     ),
     (
         ["task=dataset", "task.dataset=tests/data/problems.jsonl", "task.prompt_column=question"],
@@ -194,7 +194,6 @@ MISTAKES = [
         [*JUDGED, "task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
         "the judge needs a verifier, and Preferences has none",
     ),
-    ([*JUDGED, "reward.missing_eos_penalty=1"], "has no effect beside a judge"),
     (["roles.target_modules=5"], "roles.target_modules must be a text or a list, each a text, got 5"),
     (
         ["algorithm=ppo", "roles.value_init=reward", "sft.n_pairs=0"],

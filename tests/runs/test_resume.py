@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, composed
 from lit_rlkv.config.resumed import differences, load_resumed_config
+from lit_rlkv.run_files import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.checkpoint import Checkpoint
-from lit_rlkv.runs.context import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.resume import config_to_save, is_done, warn_of_other_ranks

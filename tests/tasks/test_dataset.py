@@ -57,6 +57,31 @@ def test_rows_of_every_format_become_problems(datasets, tmp_path, kind):
     assert task.score(task.at(0), "#### 3") == 0.0
     if kind in ("folder", "saved splits"):
         assert problems(load_problems(str(path), split="test", **GSM8K)) == expected(ROWS[:1])
+    if kind in ("jsonl", "parquet"):
+        assert problems(load_problems(str(path), split="train[1:3]", **GSM8K)) == expected(ROWS[1:3])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "says"),
+    [
+        ("data.jsonl", {"split": "test"}, "cannot load split 'test' of .*data.jsonl'"),
+        ("saved", {"split": "test"}, "cannot load split 'test' of .*it was saved with train;"),
+        ("folder", {"name": "other"}, "cannot load split 'train' of .*other"),
+        ("data.txt", {}, "cannot load split 'train' of .*data.txt.*another type"),
+        ("none.parquet", {}, "cannot load split 'train' of .*none.parquet"),
+        ("nowhere", {}, "cannot load split 'train' of .*nowhere.*give a name on the hub, a folder"),
+    ],
+)
+def test_a_dataset_that_cannot_be_loaded_is_one_error(datasets, tmp_path, dataset, options, says):
+    rows = datasets.Dataset.from_list(ROWS)
+    write_lines(tmp_path / "data.jsonl", ROWS)
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "train.jsonl", ROWS)
+    rows.save_to_disk(tmp_path / "saved")
+    rows.select([]).to_parquet(tmp_path / "none.parquet")
+    (tmp_path / "data.txt").write_text("?")
+    with pytest.raises(ValueError, match=says):
+        load_problems(str(tmp_path / dataset), **options)
 
 
 def test_rows_of_the_eval_split_are_never_trained_on(datasets, tmp_path, caplog):

@@ -1,12 +1,11 @@
-"""Objects of JSON files, one per line or in one list: their lines, and what is refused."""
+"""Values of JSON files, one per line or in one list: their places, and what is refused."""
 
 import json
 
 import pytest
 
-from lit_rlkv.tasks import load_preferences, load_problems
-from lit_rlkv.tasks.json_rows import numbered_lines, numbered_objects, parse_object, reading_progress
-from lit_rlkv.tasks.rows import parse_rows
+from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems
+from lit_rlkv.tasks.json_rows import numbered_values, reading_progress
 
 LINE = '{"prompt": "1+1=", "answer": "2"}'
 
@@ -15,32 +14,18 @@ def test_blank_lines_count_but_are_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
     # The last line has characters that str.splitlines cuts at and JSON allows inside a text.
     path.write_text('{"a": 1}\n\n  \n{"a": "x\u2028\x85y"}\n', encoding="utf-8")
-    (first, one), (second, two) = numbered_lines(path)
-    assert (first, second) == (f"{path}:1", f"{path}:4")
-    assert (parse_object(one), parse_object(two)) == ({"a": 1}, {"a": "x\u2028\x85y"})
-
-
-def test_a_byte_order_mark_is_skipped(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\n', encoding="utf-8-sig")
-    assert [parse_object(line) for _, line in numbered_lines(path)] == [{"a": 1}]
+    assert [*numbered_values(path)] == [(f"{path}:1", {"a": 1}), (f"{path}:4", {"a": "x\u2028\x85y"})]
 
 
 def test_a_path_in_the_home_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert [*numbered_lines(type(tmp_path)("~/a.jsonl"))] == [("~/a.jsonl:1", "{}")]
-
-
-def test_an_empty_json_file_has_no_rows(tmp_path):
-    (tmp_path / "a.json").write_text("")
-    with pytest.raises(ValueError, match=r"a\.json' must have lines, got none"):
-        load_problems(str(tmp_path / "a.json"))
+    assert [*numbered_values(type(tmp_path)("~/a.jsonl"))] == [("~/a.jsonl:1", {})]
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
-    assert parse_rows(numbered_lines(tmp_path / "a.jsonl"), parse_object) == [{"a": "\U0001f600"}]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "answer": "2"}\n')
+    assert JsonlTask(tmp_path / "a.jsonl").at(0).prompt == "\U0001f600"
 
 
 @pytest.mark.parametrize(
@@ -49,80 +34,59 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path):
         f"[{LINE}, {LINE}]",
         f"\n [\n  {LINE}\n\t,\r\n {LINE} ]\n",
         f"\ufeff[{LINE},{LINE}]",
+        f"\ufeff{LINE}\n{LINE}\n",
         json.dumps([json.loads(LINE)] * 2, indent=2),
-        f"{LINE}\n{LINE}\n",
     ],
 )
-def test_a_json_file_holds_a_list_or_lines(tmp_path, content):
-    (tmp_path / "a.json").write_text(content, encoding="utf-8")
-    (tmp_path / "a.jsonl").write_text(f"{LINE}\n{LINE}\n")
-    of_json, of_lines = (load_problems(str(tmp_path / name)) for name in ("a.json", "a.jsonl"))
-    assert [of_json.at(i).prompt for i in range(len(of_json))] == ["1+1=", "1+1="]
-    assert of_json.digest == of_lines.digest
-
-
-def test_values_of_a_list_have_the_line_they_begin_in(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('[{"a":\n1}, {"a": 2},\n\n{"a": [3,\n4]}]')
-    assert [place for place, _ in numbered_objects(path)] == [f"{path}:1", f"{path}:2", f"{path}:4"]
-    assert parse_rows(numbered_objects(path), parse_object) == [{"a": 1}, {"a": 2}, {"a": [3, 4]}]
+@pytest.mark.parametrize("name", ["a.json", "A.JSONL"])
+def test_a_file_holds_a_list_or_lines(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "plain.jsonl").write_text(f"{LINE}\n{LINE}\n")
+    found, plain = (load_problems(str(tmp_path / each)) for each in (name, "plain.jsonl"))
+    assert [found.at(i).prompt for i in range(len(found))] == ["1+1=", "1+1="]
+    assert found.digest == plain.digest
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b'[{"a": 1},\n{"a": "\xe9"}]', r"a\.json:2: not UTF-8"),
-        ('[{"a": 1}]'.encode("utf-16"), r"a\.json is UTF-16; convert it: iconv"),
-        (b'[\n{"a": "\\ud800"}]', r"a\.json:2: a text has half of a surrogate pair"),
-        (b"[" * 200_000, r"a\.json:1: the JSON is nested too deeply"),
-        (b'[{"a": 1},\n{"b": {"a": 1, "a": 2}}]', r"a\.json:2: the key 'a' is given twice"),
-        (
-            b'[{"a": 1},\n{"a": ' + b"9" * 5000 + b"}]",
-            r"a\.json:2: a number has too many digits .* in quotes",
-        ),
-        ('[{"a": 1}]'.encode("utf-32"), r"a\.json is UTF-32; convert it: iconv -f UTF-32"),
-        (b'[{"a": 1}\n{"a": 2}]', r"a\.json:2: the list has neither a comma nor its end here"),
-        (b'[{"a": 1},\n{"a": oops}]', r"a\.json:2: not JSON \(Expecting value"),
-        (b'[{"a": 1},\n]', r"a\.json:2: not JSON"),
-        (b'[{"a": 1},\n', r"a\.json:2: not JSON"),
-        (b'[{"a": 1}', r"a\.json:1: the list has neither a comma nor its end here"),
-        (b'[{"a": 1}]\n[]', r"a\.json:1: something follows the end of the list"),
-        (b"[ \n]", r"a\.json' must have rows, got an empty list"),
-        (b'[{"a": 1},\n3]', r"a\.json:2: must be an object, got int; write"),
-        (
-            b'\n{\n"data": [{"a": 1}]}',
-            r"a\.json' has an object over several lines outside of a list; write",
-        ),
-        (b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl:2: not UTF-8"),
-        ('{"a": 1}\n'.encode("utf-16"), r"a\.jsonl is UTF-16; convert it: iconv"),
-        (b'{"a": "\\ud800"}\n', r"a\.jsonl:1: a text has half of a surrogate pair"),
-        (b"[" * 200_000 + b"\n", r"a\.jsonl:1: the JSON is nested too deeply"),
-        (b'{"a": 1}\n{"b": ' + b"9" * 5000 + b"}\n", r"a\.jsonl:2: a number has too many digits"),
-        (b'{"a": 1}\n{"b": {"a": 1, "a": 2}}\n', r"a\.jsonl:2: the key 'a' is given twice"),
+        (b"", r"a\.json' must have rows, got none"),
+        (b" \n\n", r"a\.json' must have rows, got none"),
+        (b"[ \n]", r"a\.json' must have rows, got none"),
+        (b'[{"a": 1},\n{"a": "\xe9"}]', r"a\.json: not JSON \('utf-8' codec can't decode"),
+        (b'[{"a": 1},\n{"a": oops}]', r"a\.json: not JSON \(Expecting value: line 2"),
+        (b'[{"a": 1}', r"a\.json: not JSON .* line 1"),
+        (b'[{"a": 1}]\n[]', r"a\.json: not JSON \(Extra data: line 2"),
+        (b"[" * 200_000, r"a\.json: not JSON \(maximum recursion depth"),
+        (b'[{"prompt": "a", "answer": "1"},\n3]', r"a\.json row 1: a row must be an object, got int"),
+        (b'[\n{"prompt": "\\ud800", "answer": "1"}]', r"a\.json row 0: 'utf-8' codec can't encode"),
+        (LINE.encode() + b'\n{"prompt": "\xe9"}\n', r"a\.json:2: not JSON \('utf-8' codec can't decode"),
+        (LINE.encode("utf-16"), r"a\.json:1: not JSON \('utf-8' codec can't decode"),
+        (b'{"prompt": "\\ud800", "answer": "1"}\n', r"a\.json:1: 'utf-8' codec can't encode"),
+        (LINE.encode() + b'\n{"a": ' + b"9" * 5000 + b"}\n", r"a\.json:2: not JSON \(Exceeds the limit"),
+        (LINE.encode() + b'\n{"a": ' + b"[" * 200_000, r"a\.json:2: not JSON \(maximum recursion depth"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_line(tmp_path, content, says):
-    path = tmp_path / ("a.jsonl" if "jsonl" in says else "a.json")
-    path.write_bytes(content)
+def test_a_bad_file_is_refused_with_the_place(tmp_path, content, says):
+    (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=says):
-        parse_rows(numbered_objects(path), parse_object)
+        load_problems(str(tmp_path / "a.json"))
 
 
-def test_the_ending_of_a_name_may_be_in_capitals(tmp_path):
+def test_preferences_are_read_from_a_list(tmp_path):
     path = tmp_path / "A.JSON"
     path.write_text('[\n{"prompt": "?", "chosen": "a",\n"rejected": "b"}]')
     assert load_preferences(str(path)).at(0).answer == "a"
 
 
-def test_preferences_are_read_from_a_list(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"prompt": "?", "chosen": "a", "rejected": "b"}]))
-    assert load_preferences(str(path)).at(0).answer == "a"
-
-
-def test_the_progress_of_a_list_is_told(tmp_path):
+@pytest.mark.parametrize("is_list", [False, True])
+def test_the_progress_of_reading_is_told_and_only_in_the_block(tmp_path, is_list):
     path, seen = tmp_path / "a.json", []
-    path.write_text(json.dumps([json.loads(LINE)] * 3000))
+    lines = [LINE] * 3000
+    path.write_text(f"[{','.join(lines)}]" if is_list else "\n".join(lines) + "\n")
     with reading_progress(lambda n_done, n_total: seen.append(n_done / n_total)):
         load_problems(str(path))
     assert seen == pytest.approx([1024 / 3000, 2048 / 3000], abs=1e-3)
+    path.write_text(f"{LINE}\n" * 3001)
+    load_problems(str(path))
+    assert len(seen) == 2

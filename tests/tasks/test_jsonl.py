@@ -78,7 +78,7 @@ def test_a_corruption_changes_the_answer_and_nothing_before_it(write, answer):
     ("line", "message"),
     [
         ("{oops", "problems.jsonl:2: not JSON"),
-        ([1, 2], "problems.jsonl:2: must be an object, got list"),
+        ([1, 2], "problems.jsonl:2: a row must be an object, got list"),
         ({"prompt": "1+1="}, "problems.jsonl:2: missing answer; each line needs prompt and answer"),
         ({}, "problems.jsonl:2: missing prompt, answer"),
         ({"prompt": "1+1=", "answer": None}, "problems.jsonl:2: answer must be text, got None"),
@@ -101,13 +101,3 @@ def test_a_solution_without_the_marker_is_refused(write):
     path = write({"prompt": "1+1=", "answer": "2", "solution": "it is 2"})
     with pytest.raises(ValueError, match="must end in '####' and the answer '2'"):
         JsonlTask(path, answer_after="####")
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        JsonlTask(tmp_path / "nowhere.jsonl")
-
-
-def test_an_empty_file_is_refused(write):
-    with pytest.raises(ValueError, match="must have lines, got none"):
-        JsonlTask(write("", " "))

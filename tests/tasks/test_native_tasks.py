@@ -101,29 +101,26 @@ def test_the_length_knob_lengthens_every_prompt(short, long):
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("task", "options", "named"),
     [
-        (
-            lambda: ChainSum(n_terms=1),
-            "n_terms must be a whole number of at least 2 and at most 10000, got 1",
-        ),
-        (lambda: ChainSum(max_operand=0), "max_operand must be a whole number of at least 1, got 0"),
-        (lambda: Recall(n_pairs=2, n_queries=3), "n_queries must be at most n_pairs=2"),
-        (
-            lambda: Recall(n_queries=0),
-            "n_queries must be a whole number of at least 1 and at most 10000, got 0",
-        ),
-        (lambda: Recall(value_digits=0), "value_digits must be a whole number of at least 1"),
-        (lambda: Variables(n_steps=0), "n_steps must be a whole number of at least 1"),
-        (lambda: Variables(n_chains=0), "n_chains must be a whole number of at least 1"),
-        (lambda: Variables(max_operand=0), "max_operand must be a whole number of at least 1"),
-        (lambda: Sorting(n_items=1), "n_items must be a whole number of at least 2"),
-        (lambda: Sorting(max_value=0), "max_value must be a whole number of at least 1"),
-        (lambda: Countdown(n_numbers=1), "n_numbers must be a whole number of at least 2"),
-        (lambda: Countdown(max_number=0), "max_number must be a whole number of at least 1"),
-        (lambda: Countdown(max_number=50, max_target=99), "max_target must be at least .* 100, .* got 99"),
+        (ChainSum, {"n_terms": 1}, "n_terms must be a whole number of at least 2 and at most 10000, got 1"),
+        (ChainSum, {"max_operand": 0}, "max_operand"),
+        (ChainSum, {"slips": [0, 1]}, "slips"),
+        (ChainSum, {"slips": [-1, -2]}, "slips"),
+        (ChainSum, {"slips": []}, "slips"),
+        (Recall, {"n_pairs": 2, "n_queries": 3}, "n_queries must be at most n_pairs=2"),
+        (Recall, {"n_queries": 0}, "n_queries"),
+        (Recall, {"value_digits": 0}, "value_digits"),
+        (Variables, {"n_steps": 0}, "n_steps"),
+        (Variables, {"n_chains": 0}, "n_chains"),
+        (Variables, {"max_operand": 0}, "max_operand"),
+        (Sorting, {"n_items": 1}, "n_items"),
+        (Sorting, {"max_value": 0}, "max_value"),
+        (Countdown, {"n_numbers": 1}, "n_numbers"),
+        (Countdown, {"max_number": 0}, "max_number"),
+        (Countdown, {"max_number": 50, "max_target": 99}, "max_target must be at least .* 100, .* got 99"),
     ],
 )
-def test_a_setting_without_problems_is_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+def test_a_setting_without_problems_is_refused(task, options, named):
+    with pytest.raises(ValueError, match=named):
+        task(**options)

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 
 import pytest
 
@@ -32,22 +31,6 @@ def write_lines(path, rows):
     return str(path)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'pip install -e "\.\[data\]"'):
-        load_preferences("owner/name")
-    assert problems(load_preferences(write_lines(tmp_path / "a.jsonl", ROWS))) == expected(ROWS)
-
-
-def test_pairs_of_another_split_may_be_held_out(datasets, tmp_path):
-    rows = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict(train=rows.select([0, 1, 2]), test=rows.select([3])).save_to_disk(tmp_path / "a")
-    task = load_preferences(str(tmp_path / "a"), eval_split="test")
-    assert problems(task) == expected(ROWS)
-    assert task.n_held_out == 1
-    assert task.place(3) == f"{tmp_path / 'a'} test row 0"
-
-
 def test_pairs_with_a_held_out_prompt_are_left_out(datasets, tmp_path, caplog):
     train = [*ROWS[:2], ROWS[3] | {"rejected": "9"}, ROWS[2]]
     both = {"train": train, "test": [ROWS[3], ROWS[3] | {"rejected": "8"}]}
@@ -61,32 +44,6 @@ def test_pairs_with_a_held_out_prompt_are_left_out(datasets, tmp_path, caplog):
     assert "1 rows of" in caplog.text
     with pytest.raises(ValueError, match="is also held out; give another eval_split"):
         load_preferences(str(tmp_path / "a"), eval_split="train")
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "saved", "saved splits"])
-def test_rows_of_every_format_become_problems(datasets, tmp_path, kind):
-    rows, path = datasets.Dataset.from_list(ROWS), str(tmp_path / f"data.{kind}")
-    if kind in ("jsonl", "json"):
-        write_lines(tmp_path / f"data.{kind}", ROWS)
-    elif kind == "parquet":
-        rows.to_parquet(path)
-    elif kind == "folder":
-        write_lines(tmp_path / "data.folder" / "train.jsonl", ROWS)
-        write_lines(tmp_path / "data.folder" / "test.jsonl", ROWS[:1])
-    elif kind == "saved":
-        rows.save_to_disk(path)
-    else:
-        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
-    task = load_preferences(path)
-    assert problems(task) == expected(ROWS)
-    assert not task.is_verifiable
-    if kind in ("folder", "saved splits"):
-        assert problems(load_preferences(path, split="test")) == expected(ROWS[:1])
-
-
-def test_a_split_may_be_a_slice(datasets, tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", ROWS)
-    assert problems(load_preferences(path, split="train[1:3]")) == expected(ROWS[1:3])
 
 
 def test_columns_may_have_other_names(datasets, tmp_path):
@@ -114,40 +71,6 @@ def test_a_missing_column_is_named_with_those_that_exist(datasets, tmp_path):
         load_preferences(path)
 
 
-def test_bad_rows_are_named_by_their_index(datasets, tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", [*ROWS, ROWS[0] | {"rejected": "0"}])
-    with pytest.raises(ValueError, match=r"data.jsonl:5: both sides are equal"):
-        load_preferences(path)
-
-
-def test_a_dataset_without_rows_is_refused(datasets, tmp_path):
-    datasets.Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(ValueError, match=r"cannot load split 'train' of .*none.parquet"):
-        load_preferences(str(tmp_path / "none.parquet"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": "test"}, "cannot load split 'test' of .*data.jsonl'"),
-        ({"dataset": "saved", "split": "test"}, "cannot load split 'test' of .*it was saved with train;"),
-        ({"dataset": "folder", "name": "other"}, "cannot load split 'train' of .*other"),
-        ({"dataset": "broken.jsonl"}, "broken.jsonl:1: not JSON"),
-        ({"dataset": "data.txt"}, "must be a file of type .parquet, .json, .jsonl; convert it"),
-        ({"dataset": "nowhere"}, "cannot load split 'train' of .*nowhere.*give a name on the hub, a folder"),
-    ],
-)
-def test_a_dataset_that_cannot_be_loaded_is_one_error(datasets, tmp_path, options, message):
-    write_lines(tmp_path / "data.jsonl", ROWS)
-    write_lines(tmp_path / "folder" / "train.jsonl", ROWS)
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
-    (tmp_path / "data.txt").write_text("?")
-    options = {"dataset": "data.jsonl"} | options
-    with pytest.raises(ValueError, match=message):
-        load_preferences(**options | {"dataset": str(tmp_path / options["dataset"])})
-
-
 def test_turns_of_a_pattern_of_ones_own(tmp_path):
     path = tmp_path / "pairs.jsonl"
     shared = "### Q: Sky?\n### A: "
@@ -155,7 +78,6 @@ def test_turns_of_a_pattern_of_ones_own(tmp_path):
     options = {"prompt_column": None, "turns": {"user": "### Q:", "assistant": "### A:"}}
     task = load_preferences(str(path), **options)
     assert task.at(0) == Problem((Message("user", "Sky?"),), "Blue.", "Blue.")
-    assert load_preferences(str(path), **options)._table is task._table  # read once
     with pytest.raises(ValueError, match="missing prompt"):
         load_preferences(str(path), prompt_column=None)
     with pytest.raises(ValueError, match="turns must have a text for user and assistant"):

@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-from functools import partial
 
 import pytest
 
-from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences, rows
-from lit_rlkv.tasks.json_rows import reading_progress
+from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences
 from lit_rlkv.tasks.rows import parse_rows
 
 
@@ -42,49 +40,13 @@ def test_the_first_bad_rows_are_named_and_all_are_counted():
     assert named == [f"  row {index}: 0 is not positive" for index in (0, 2, 4, 6, 8)]
 
 
-def test_fewer_bad_rows_than_are_shown_are_all_named():
-    with pytest.raises(ValueError, match=r"2 of 3 rows cannot be used, the first 2 are\n  a: .*\n  c: "):
-        parse_rows([("a", 0), ("b", 1), ("c", -1)], positive)
-
-
 ROW = {"prompt": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        JsonlTask,
-        partial(JsonlTask, answer_after="####"),
-        partial(load_problems, extra_columns=["chosen"]),
-        load_preferences,
-        read_preferences,
-    ],
-)
-def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch, build):
-    read, parse = [], rows.parse_object
-    monkeypatch.setattr(rows, "parse_object", lambda line: read.append(line) or parse(line))
-    path = tmp_path / "rows.jsonl"
-    for n_rows in (3, 2):
-        path.write_text(f"{json.dumps(ROW)}\n" * n_rows)
-        read.clear()
-        assert [len(build(str(path))) for _ in range(3)] == [n_rows] * 3
-        assert len(read) == n_rows
-
-
-def test_each_format_of_a_file_is_cached_apart(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW))
-    assert load_problems(str(path)).at(0).prompt == "1+1="
-    assert load_problems(str(path), prompt_column="chosen").at(0).prompt == "2"
-    assert load_problems(str(path), answer_after="####").at(0).solution == "#### 2"
-    assert JsonlTask(path).at(0).solution == "2"
-    assert read_preferences(path).at(0).answer == "2"
-
-
-def test_a_folder_is_refused_before_it_is_walked(tmp_path, monkeypatch):
-    monkeypatch.setattr(type(tmp_path), "rglob", lambda *_: pytest.fail("the folder was walked"))
-    with pytest.raises(FileNotFoundError, match="give the path of a file of JSON lines"):
-        JsonlTask(tmp_path)
+@pytest.mark.parametrize("load", [JsonlTask, read_preferences])
+def test_a_missing_file_is_named(tmp_path, load):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        load(tmp_path / "nowhere.jsonl")
 
 
 def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
@@ -93,18 +55,6 @@ def test_a_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": "2"}')
     with pytest.raises(ValueError, match="has more than 2 files; give a folder of data alone"):
         load_problems(str(tmp_path))
-
-
-def test_the_progress_of_reading_is_told_in_bytes_and_only_in_the_block(tmp_path):
-    path, seen = tmp_path / "rows.jsonl", []
-    path.write_text(f"{json.dumps(ROW)}\n" * 3000)
-    with reading_progress(lambda n_done, n_total: seen.append((n_done, n_total))):
-        JsonlTask(path)
-    n_bytes = path.stat().st_size
-    assert seen == [(n_bytes * 1024 // 3000, n_bytes), (n_bytes * 2048 // 3000, n_bytes)]
-    path.write_text(f"{json.dumps(ROW)}\n" * 3001)
-    JsonlTask(path)
-    assert len(seen) == 2
 
 
 def test_the_digest_of_rows_stays_what_it_always_was(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from lit_rlkv.checks import Range
-from lit_rlkv.files import read_if_intact, read_json, write_atomically
+from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots.style import pixels
@@ -101,7 +101,7 @@ class WandbRun(RunLogger):
         self._wandb = wandb
         self.run_dir = start.run_dir
         id_file = start.run_dir / FILE_NAME
-        kept_id = read_if_intact(id_file, _read_id, None, sets_aside=True)
+        kept_id = read_if_there(id_file, _read_id, None)
         self.run = self._init(kept_id or uuid4().hex[:8])
         write_atomically(id_file, json.dumps({"id": self.run.id}))  # a sweep agent chooses the id itself
         is_uploaded = self._remove_offline_parts()

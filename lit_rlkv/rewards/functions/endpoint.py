@@ -7,7 +7,6 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -35,48 +34,51 @@ class Endpoint(SlowFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _is_address(self.url):
+        url: httpx.URL | None
+        try:
+            url = httpx.URL(self.url)
+        except (httpx.InvalidURL, TypeError):  # whose message may repeat a secret of the query
+            url = None
+        if url is None or url.scheme not in ("http", "https") or not url.host or url.userinfo:
+            given = "one that cannot be read" if url is None else repr(_shown(url))
             raise ValueError(
-                f"url must be an ASCII address with http:// or https://, got {_without_secrets(self.url)!r}"
-            )
-        if "@" in urlsplit(self.url).netloc:
-            raise ValueError(
-                f"url must not have a user or a password before {_without_secrets(self.url)!r}, because the "
-                "config is saved; give a token's variable in token_env"
+                "url must be an address with http:// or https:// and without user and password, because the "
+                f"config is saved, got {given}; give the variable of a token in token_env"
             )
 
     def open(self) -> Grader:
-        service = _Service(self.url, self._token(), self.timeout_s)
+        service = _Service(httpx.URL(self.url), self._headers(), self.timeout_s)
         return Threads(service.ask, n_workers=self.n_workers, retries=self.retries, on_close=service.close)
 
-    def _token(self) -> str | None:
+    def _headers(self) -> dict[str, str]:
         # Not in __post_init__: no token is needed to look at a config.
         if self.token_env is None:
-            return None
+            return {}
         token = os.environ.get(self.token_env, "").strip()
-        if not token:
-            raise ValueError(f"token_env={self.token_env!r} is not set in this environment; export it")
-        if not token.isascii() or not token.isprintable():
+        if not token or not token.isascii() or not token.isprintable():
             raise ValueError(
-                f"token_env={self.token_env!r} must hold printable ASCII characters, as headers do; export "
-                "the token alone"
+                f"token_env={self.token_env!r} must be set in this environment, to printable ASCII "
+                "characters as in headers; export the token alone"
             )
-        return token
+        return {"Authorization": f"Bearer {token}"}
+
+
+def _shown(url: httpx.URL) -> str:
+    """Return an address without its user, password, query and fragment."""
+    return str(url.copy_with(userinfo=b"", query=None, fragment=None))
 
 
 class _Service:
     """An address with its pending requests."""
 
-    def __init__(self, url: str, token: str | None, timeout_s: float | int) -> None:
-        self._url = url
-        self._timeout_s = timeout_s
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    def __init__(self, url: httpx.URL, headers: dict[str, str], timeout_s: float | int) -> None:
+        self._url, self._headers, self._timeout_s = url, headers, timeout_s
+        self._shown = _shown(url)
         self._certificates = ssl.create_default_context()  # takes a while, so all requests share it
         self._pending: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[bytes]]] = set()
         self._is_closed = False
 
     def ask(self, question: Question) -> Any:
-        shown = _without_secrets(self._url)
         with asyncio.Runner() as runner:
             loop = runner.get_loop()
             pending = loop, loop.create_task(self._post(question))
@@ -89,7 +91,7 @@ class _Service:
             except (TimeoutError, asyncio.CancelledError):
                 raise TimeoutError(f"no complete response within {self._timeout_s:g} seconds") from None
             except httpx.HTTPError as error:
-                raise RuntimeError(f"{shown}: {error.__cause__ or error}") from None
+                raise RuntimeError(f"{self._shown}: {error.__cause__ or error}") from None
             finally:
                 self._pending.discard(pending)
         answer = json.loads(body)
@@ -102,9 +104,8 @@ class _Service:
         ):
             if not response.is_success:
                 is_final = response.status_code < 500 and response.status_code not in _RETRYABLE_STATUS
-                said = f"answered {response.status_code} {response.reason_phrase}"
                 raise (NonRetryableError if is_final else RuntimeError)(
-                    f"{_without_secrets(self._url)} {said}"
+                    f"{self._shown} answered {response.status_code} {response.reason_phrase}"
                 )
             body = bytearray()
             async for part in response.aiter_bytes():
@@ -118,22 +119,3 @@ class _Service:
         for loop, task in list(self._pending):
             with suppress(RuntimeError):  # it has just ended
                 loop.call_soon_threadsafe(task.cancel)
-
-
-def _is_address(url: str) -> bool:
-    # http.client would refuse the rest too, but repeat it with a secret in its query.
-    if not url.isascii() or not url.isprintable() or " " in url:
-        return False
-    try:
-        parts = urlsplit(url)
-        is_port = parts.port != 0
-    except ValueError:
-        return False
-    return is_port and parts.scheme in ("http", "https") and bool(parts.hostname)
-
-
-def _without_secrets(url: str) -> str:
-    """Return an address without its user, password, query and fragment."""
-    scheme, separator, rest = url.partition("?")[0].partition("#")[0].rpartition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"

@@ -1,18 +1,18 @@
 """Reward functions that run a user's own code: a Python function or a program."""
 
-import ast
 import json
 import os
-import selectors
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import IO, cast
+from socket import SHUT_RDWR, socket, socketpair
+from tempfile import TemporaryFile
+from typing import IO
 
 from lit_rlkv.rewards.functions.base import SlowFunction
 from lit_rlkv.rewards.graders import MAX_BYTES, Grader, NonRetryableError, Question, Threads
@@ -20,6 +20,8 @@ from lit_rlkv.rewards.isolated import SUPERVISOR
 
 _MAX_SHOWN = 200
 """Characters of a program's output that an error message repeats; fewer than MAX_ERROR_LENGTH."""
+_LOOK_S = 0.05
+"""Seconds between two looks at the size of a program's output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,6 @@ class PythonFunction(SlowFunction):
             raise ValueError(f"path must name a function as path/to/file.py:function, got {self.path!r}")
         if not file.is_file():
             raise ValueError(f"path={self.path}: there is no file {str(file)!r}; give its path")
-        names = _names(file)
-        if name not in names:
-            raise ValueError(f"{file} has no {name!r}; it has {', '.join(names) or 'no functions'}")
 
     def open(self) -> Grader:
         return self.open_pool(*self._file_and_name(), {})
@@ -51,23 +50,6 @@ class PythonFunction(SlowFunction):
     def _file_and_name(self) -> tuple[Path, str]:
         file, _, name = self.path.rpartition(":")
         return Path(file).expanduser(), name
-
-
-def _names(file: Path) -> list[str]:
-    """Return the names that a Python file defines or imports at its top, without running it."""
-    try:
-        body = ast.parse(file.read_bytes(), filename=str(file)).body
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{file} must be Python, got {error}; fix it") from error
-    names = []
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
-        elif isinstance(node, ast.ImportFrom):
-            names += [alias.asname or alias.name for alias in node.names]
-    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +73,11 @@ class Command(SlowFunction):
                 f"argv must be a list of a program and its arguments, got {self.argv!r}; write it as "
                 "[python, score.py], because no shell splits a line"
             )
-        program = self.argv[0]
-        if shutil.which(program) is None:
-            if os.access(program, os.X_OK) and Path(program).is_file():
-                raise ValueError(f"argv: {program!r} is not in PATH; write ./{program}")
-            if Path(program).is_file():
-                raise ValueError(
-                    f"argv: {program!r} is not executable; chmod +x it, or begin with its interpreter, as "
-                    "in [python, score.py]"
-                )
-            raise ValueError(f"argv: there is no program {program!r}; give its path or install it")
+        if shutil.which(self.argv[0]) is None:
+            raise ValueError(
+                f"argv: there is no executable program {self.argv[0]!r} in PATH; give its path, such as "
+                "./score.sh, and chmod +x it, or begin with its interpreter, as in [python, score.py]"
+            )
 
     def open(self) -> Grader:
         programs = _Programs(list(self.argv), float(self.timeout_s))
@@ -108,24 +85,24 @@ class Command(SlowFunction):
 
 
 class _Programs:
-    """Running programs, each with a pipe that ends it when the pipe is closed or this process ends."""
+    """Running programs, each with a socket that ends it when the socket is closed or this process ends."""
 
     def __init__(self, argv: list[str], timeout_s: float) -> None:
         self._argv = argv
         self._timeout_s = timeout_s
-        self._lifelines: set[FileIO] = set()
+        self._lifelines: set[socket] = set()
         self._is_closed = False
 
     def ask(self, question: Question) -> float:
-        theirs, ours = os.pipe()
-        with FileIO(theirs) as end, FileIO(ours, "w") as lifeline:
-            self._lifelines.add(lifeline)
+        ours, theirs = socketpair()
+        with ours, theirs:
+            self._lifelines.add(ours)
             try:
                 if self._is_closed:
                     raise NonRetryableError("the reward functions are closed")
-                status, output, errors = self._run(question, end, lifeline)
+                status, output, errors = self._run(question, ours, theirs)
             finally:
-                self._lifelines.discard(lifeline)
+                self._lifelines.discard(ours)
         if status != 0:
             raise RuntimeError(f"the program ended with status {status}: {_shown(errors)}")
         try:
@@ -133,74 +110,51 @@ class _Programs:
         except ValueError:
             raise ValueError(f"the program must write a number, got {_shown(output)!r}") from None
 
-    def _run(self, question: Question, end: FileIO, lifeline: FileIO) -> tuple[int, bytes, bytes]:
-        """Return status, output and errors of one run of the program."""
-        pipe = subprocess.PIPE
-        # -I and -S: the supervisor needs only the standard library and starts fast.
-        with subprocess.Popen(
-            [sys.executable, "-I", "-S", str(SUPERVISOR), str(end.fileno()), *self._argv],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            pass_fds=[end.fileno()],
-            start_new_session=True,
-        ) as process:
-            try:
-                output, errors = _communicate(process, json.dumps(question).encode(), self._timeout_s)
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"no answer within {self._timeout_s:g} seconds") from None
-            finally:
-                lifeline.close()  # before the wait for the process, which ends with it
-        return process.returncode, output, errors
+    def _run(self, question: Question, ours: socket, theirs: socket) -> tuple[int, bytes, bytes]:
+        """Return status, output and errors of one run of the program.
+
+        They are files, not pipes: nothing waits for a program that does not read, or for one in the
+        background that keeps the output open.
+        """
+        with TemporaryFile() as asked, TemporaryFile() as output, TemporaryFile() as errors:
+            asked.write(json.dumps(question).encode())
+            asked.seek(0)
+            # -I and -S: the supervisor needs only the standard library and starts fast.
+            with subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(theirs.fileno()), *self._argv],
+                stdin=asked,
+                stdout=output,
+                stderr=errors,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            ) as process:
+                theirs.close()
+                try:
+                    self._wait(ours, (output, errors))
+                finally:
+                    ours.close()  # before the wait for the process, which ends with it
+            output.seek(0)
+            errors.seek(0)
+            return process.returncode, output.read(), errors.read()
+
+    def _wait(self, lifeline: socket, written: Sequence[IO[bytes]]) -> None:
+        """Wait until the other end closes; raise an error at the time limit, or after more than MAX_BYTES."""
+        deadline = time.monotonic() + self._timeout_s
+        is_running = True
+        while is_running:
+            lifeline.settimeout(_LOOK_S)
+            with suppress(TimeoutError):
+                is_running = lifeline.recv(1) != b""
+            if any(os.fstat(file.fileno()).st_size > MAX_BYTES for file in written):
+                raise NonRetryableError(f"the program must write at most {MAX_BYTES} bytes")
+            if is_running and time.monotonic() > deadline:
+                raise TimeoutError(f"no answer within {self._timeout_s:g} seconds")
 
     def close(self) -> None:
         self._is_closed = True
         for lifeline in list(self._lifelines):
-            lifeline.close()
-
-
-def _communicate(
-    process: "subprocess.Popen[bytes]", question: bytes, timeout_s: float
-) -> tuple[bytes, bytes]:
-    """Return output and errors of a process, as `Popen.communicate` does, which reads without a bound.
-
-    Raises:
-        NonRetryableError: the process has written more than MAX_BYTES to one of them.
-        TimeoutExpired: it has not ended in time.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    deadline, unsent = time.monotonic() + timeout_s, memoryview(question)
-    found = {process.stdout: bytearray(), process.stderr: bytearray()}
-    os.set_blocking(process.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        for pipe in found:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(process.args, timeout_s)
-            for key, _ in ready:
-                pipe = cast(IO[bytes], key.fileobj)
-                if pipe is process.stdin:
-                    try:
-                        unsent = unsent[os.write(key.fd, unsent) :]
-                    except BrokenPipeError:  # the program does not read its question
-                        unsent = unsent[:0]
-                    is_done = not unsent
-                else:
-                    data = os.read(key.fd, MAX_BYTES)
-                    found[pipe] += data
-                    is_done = not data
-                if len(found.get(pipe, b"")) > MAX_BYTES:
-                    raise NonRetryableError(f"the program must write at most {MAX_BYTES} bytes")
-                if is_done:
-                    selector.unregister(pipe)
-                    pipe.close()
-    process.wait(max(0.0, deadline - time.monotonic()))
-    return bytes(found[process.stdout]), bytes(found[process.stderr])
+            with suppress(OSError):  # it has just ended
+                lifeline.shutdown(SHUT_RDWR)
 
 
 def _shown(output: bytes) -> str:

