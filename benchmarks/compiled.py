@@ -16,14 +16,17 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, NamedTuple
 
 import command_line
+import record
 import torch
 import triton
+from kernel_parts.calls import CALLS
+from text_table import text_table
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -108,13 +111,6 @@ def compiling_for(arch: int) -> Iterator[list[KernelReport]]:
         JITFunction.run = launch
 
 
-def compile_call(call: Callable[[], object], arch: int = 90) -> list[KernelReport]:
-    """Reports of the kernels that a call on meta tensors would launch."""
-    with compiling_for(arch) as reports:
-        call()
-    return reports
-
-
 class Instructions(NamedTuple):
     """Numbers of instructions in PTX."""
 
@@ -163,18 +159,13 @@ def compile_operation(
     op: str, dtype: torch.dtype, dim: int, arch: int, calls: str = "usual"
 ) -> list[KernelReport]:
     """Every variant of the kernels that the operation launches, each once."""
-    from kernel_parts.calls import (
-        CALLS,  # not at the top: this file is imported from elsewhere for compile_call
-    )
-
-    reports = compile_call(lambda: CALLS[calls][op](dtype, dim), arch)
+    with compiling_for(arch) as reports:
+        CALLS[calls][op](dtype, dim)
     return list(dict.fromkeys(reports))
 
 
 def report(rows: Sequence[tuple[str, str, int, KernelReport]]) -> str:
     """One line for each variant of a kernel."""
-    from text_table import text_table
-
     cells = [[op, dtype, str(dim), *map(str, astuple(found))] for op, dtype, dim, found in rows]
     return text_table(HEADINGS, cells, n_left=4)
 
@@ -190,8 +181,6 @@ def too_large(rows: Sequence[tuple[str, str, int, KernelReport]], device: Device
 
 
 def main() -> None:
-    import record
-
     args = parse_arguments()
     rows: list[tuple[str, str, int, KernelReport]] = []
     for op in args.ops:

@@ -1,6 +1,6 @@
 """Memory and seconds of PPO on the five role layouts and of full SFT, measured and predicted.
 
-    python benchmarks/hydra_memory.py [--plot docs/results/pictures/hydra_memory.png] [--passes]
+    python benchmarks/hydra_memory.py [--plot docs/results/pictures/hydra_memory.png]
     python benchmarks/hydra_memory.py --device cuda --preset 1b --dtype bfloat16
 
 The table of Hydra-RLHF (arXiv:2309.00754) for a random model, by real iterations of the training loop: bytes
@@ -10,12 +10,11 @@ CPU peaks are exact to what kernels use inside; on CUDA they are the allocator's
 and sequences as long as a rollout. The prediction (memory_model.py) knows the architecture only; beside it
 stand its errors, of the whole peak and of the rest, which is what comes on top of weights, adapters, heads
 and optimizer. Megabytes are 10⁶ bytes. The default takes about eight minutes on two cores; --preset tiny is
-for a look at the output. Rows go to benchmarks/results/hydra_memory.jsonl and hydra_passes.jsonl.
+for a look at the output. Rows go to benchmarks/results/hydra_memory.jsonl.
 """
 
 import argparse
 import gc
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -35,18 +34,15 @@ from hydra_parts.tables import (
     equal_memory_table,
     memory_table,
     paper_table,
-    passes_table,
 )
-from hydra_parts.timing import PassCost, measure_passes, measure_seconds
+from hydra_parts.timing import measure_seconds
 from memory_model import peak_bytes, variant_of
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
 
-NAME, PASSES_NAME = "hydra_memory", "hydra_passes"
+NAME = "hydra_memory"
 VARIANTS = (*LAYOUTS, SFT)
-SHARING = ("j_hydra", "hydra")
-"""Layouts on which several passes read one backbone."""
 
 
 def predicted_peak(variant: str, setting: Setting, batch: int) -> int:
@@ -93,41 +89,21 @@ def described(setting: Setting) -> dict:
     return {**asdict(setting), "dtype": str(setting.dtype), "cache": setting.cache.label}
 
 
-def compare_passes(
-    setting: Setting, batches: Sequence[int], n_rounds: int
-) -> list[tuple[str, int, dict[bool, PassCost]]]:
-    """Scoring with stacked passes and without, for the layouts that could stack theirs."""
-    rows = []
-    for layout in SHARING:
-        run = build_run(layout, setting)
-        for batch in batches:
-            costs = measure_passes(run, run.module.roles, batch, n_rounds)
-            named = {"stacked" if stacks else "apart": asdict(cost) for stacks, cost in costs.items()}
-            record.append(
-                PASSES_NAME, {"setting": described(setting), "layout": layout, "batch": batch, **named}
-            )
-            rows.append((layout, batch, costs))
-    return rows
-
-
 def main() -> None:
     args = parse_arguments()
     setting = setting_of(args)
     results = []
-    if args.variants:
-        limit = int(args.limit_mb * MB) if args.limit_mb else measured_limit(setting)
-        for variant in args.variants:
-            result = measure(variant, setting, args.batch, args.rounds, limit)
-            record.append(NAME, row_of(result, setting, limit))
-            results.append(result)
-            print(f"{variant} measured", flush=True)
-        print(f"\nBatch {args.batch} for all\n{memory_table(results)}")
-        print(f"\nAt most {limit / MB:,.1f} MB for all\n{equal_memory_table(results)}")
-        print(f"\nLlama-7B by the same formula\n{paper_table()}\n{PAPER_NOTE}")
-    if args.plot and results:
+    limit = int(args.limit_mb * MB) if args.limit_mb else measured_limit(setting)
+    for variant in args.variants:
+        result = measure(variant, setting, args.batch, args.rounds, limit)
+        record.append(NAME, row_of(result, setting, limit))
+        results.append(result)
+        print(f"{variant} measured", flush=True)
+    print(f"\nBatch {args.batch} for all\n{memory_table(results)}")
+    print(f"\nAt most {limit / MB:,.1f} MB for all\n{equal_memory_table(results)}")
+    print(f"\nLlama-7B by the same formula\n{paper_table()}\n{PAPER_NOTE}")
+    if args.plot:
         draw(results).savefig(args.plot, dpi=200)
-    if args.passes:
-        print(f"\n{passes_table(compare_passes(setting, args.passes, args.rounds))}")
 
 
 def measured_limit(setting: Setting) -> int:
@@ -154,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--batch", type=int, default=4, help="sequences, the same for all")
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--response", type=int, default=64, help="tokens")
@@ -165,18 +141,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers, in all variants")
     parser.add_argument("--limit-mb", type=float, help="memory for all; default: lora_ppo at batch 1")
     parser.add_argument("--rounds", type=int, default=3, help="timed iterations after one that warms up")
-    parser.add_argument(
-        "--passes",
-        type=int,
-        nargs="*",
-        metavar="BATCH",
-        help="time stacked scoring passes too, default 1 4 16",
-    )
     parser.add_argument("--plot", type=Path, metavar="PNG")
-    args = parser.parse_args()
-    if args.passes == []:
-        args.passes = [1, 4, 16]
-    return args
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

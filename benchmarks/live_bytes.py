@@ -1,7 +1,6 @@
 """Meters of memory: bytes of the tensors that are alive on a CPU; the allocator's own count on CUDA."""
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,25 +15,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
-class Meter(ABC):
-    """Counts inside of its `with` block."""
-
-    @abstractmethod
-    def __enter__(self) -> "Meter": ...
-
-    @abstractmethod
-    def __exit__(self, *exception: Any) -> None: ...
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """Most bytes that were alive at once since the last reset."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Start again from what is alive now."""
-
-
-class LiveBytes(TorchDispatchMode, Meter):
+class LiveBytes(TorchDispatchMode):
     """Bytes of all storages that operators have returned and that are still alive, of the calling thread.
 
     Sees the backward pass on a CPU and what is recomputed there, since both run in this thread. Not seen is
@@ -76,13 +57,15 @@ class LiveBytes(TorchDispatchMode, Meter):
         self.peak = max(self.peak, self.live)
 
     def peak_bytes(self) -> int:
+        """Return the most bytes that were alive at once since the last reset."""
         return self.peak
 
     def reset_peak(self) -> None:
+        """Start again from what is alive now."""
         self.peak = self.live
 
 
-class CudaBytes(Meter):
+class CudaBytes:
     """The caching allocator's count of bytes in tensors, above what it had when the block was entered.
 
     Args:
@@ -107,3 +90,7 @@ class CudaBytes(Meter):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+
+Meter = LiveBytes | CudaBytes
+"""Counts inside of its `with` block."""

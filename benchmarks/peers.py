@@ -1,7 +1,6 @@
 """Seconds of a GRPO step on a CPU, beside TRL's GRPOTrainer: full fine-tuning with both.
 
     python benchmarks/peers.py [--trl-python PYTHON] [--rounds 9] [--record]
-    python benchmarks/peers.py --profile        where a step's time goes here, without TRL
 
 The same Qwen3 of random weights (the default run's preset with four layers), tokenizer, prompts, reward,
 number of responses and tokens, AdamW, and one thread. Steps of both alternate, so that a busy machine slows
@@ -30,7 +29,6 @@ from typing import Any
 import command_line
 import record
 import torch
-from peers_parts.profiles import Profiles
 from peers_parts.reward import share_of_digits
 from rich.console import Console
 from text_table import text_table
@@ -231,6 +229,17 @@ def medians(steps: Sequence[Step]) -> dict[str, float]:
     return {phase: statistics.median(seconds) for phase, seconds in found.items()}
 
 
+def times_as_fast(ours: Sequence[Step], theirs: Sequence[Step]) -> dict[str, Any]:
+    """Return the median and the range over steps of their time over ours, without the first steps."""
+    ratios = [
+        b.seconds["total"] / a.seconds["total"] for a, b in zip(ours[N_WARM:], theirs[N_WARM:], strict=True)
+    ]
+    return {
+        "times_as_fast": round(statistics.median(ratios), 3),
+        "times_as_fast_range": [round(min(ratios), 3), round(max(ratios), 3)],
+    }
+
+
 def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Alternate steps of both under a cache of `CACHES`, and return the row of the record."""
     n_steps = N_WARM + n_rounds
@@ -245,10 +254,6 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
     expected = N_PROMPTS * GROUP_SIZE * N_TOKENS
     assert all(step.n_tokens == expected for steps in both.values() for step in steps)
     seconds = {who: medians(steps) for who, steps in both.items()}
-    ratios = [
-        b.seconds["total"] / a.seconds["total"]
-        for a, b in zip(ours[N_WARM:], theirs.steps[N_WARM:], strict=True)
-    ]
     return {
         "cache": cache,
         "overrides": list(overrides),
@@ -256,8 +261,7 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
         "n_trained": theirs.n_trained,
         "n_rounds": n_rounds,
         "seconds": {who: {k: round(v, 4) for k, v in found.items()} for who, found in seconds.items()},
-        "times_as_fast": round(statistics.median(ratios), 3),
-        "times_as_fast_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        **times_as_fast(ours, theirs.steps),
     }
 
 
@@ -278,19 +282,10 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable, help="Python with trl; default: this one")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that are counted")
     parser.add_argument("--only", action="append", choices=CACHES, help="cache of lit_rlkv; default: each")
-    parser.add_argument("--profile", action="store_true", help="profile a step of lit_rlkv alone")
     parser.add_argument("--record", action="store_true", help="add the rows to benchmarks/results")
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(1)
     for cache in args.only or CACHES:
-        if args.profile:
-            with tempfile.TemporaryDirectory() as name:
-                write_model(Path(name))
-                profiles = Profiles(N_WARM)
-                context = context_of(Path(name), CACHES[cache], N_WARM + 2 * args.rounds, overrides)
-                train_here(context, Path(name) / "ours", profiles)
-            print(f"{cache}\n{profiles.table()}\n\n{profiles.largest()}\n")
-            continue
         row = compare(cache, args.trl_python, args.rounds, overrides)
         ends = row["times_as_fast_range"]
         print(table(row))

@@ -12,7 +12,6 @@ goes on, and with more chunks it adds prompts.
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,23 +32,12 @@ from lit_rlkv.runs.context import CONVERTED_MODELS
 ROOT = record.ROOT
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 FIGURE = ROOT / "docs" / "results" / "pictures" / "pretrained.png"
-GUESSES = {"recall": 10.0, "few_shot": 8.0, "chat": 20.0, "long": 210.0, "bf16": 25.0}
-"""Seconds of a cell by block, until one has been timed."""
 
 
 def missing(wanted: Sequence[Cell], model: str, rows: Sequence[dict]) -> list[Cell]:
     """Return the cells that have no row."""
     done = [row["cell"] for row in rows]
     return [cell for cell in wanted if cell.described(model) not in done]
-
-
-def seconds_left(cells_left: Sequence[Cell], rows: Sequence[dict]) -> float:
-    """Return the expected seconds of these cells, from the latest ones of each block."""
-    seconds = defaultdict(list)
-    for row in rows:
-        seconds[row["cell"]["block"]].append(row["seconds"])
-    means = {block: sum(found[-9:]) / len(found[-9:]) for block, found in seconds.items()}
-    return sum({**GUESSES, **means}.get(cell.block, 0.0) for cell in cells_left)
 
 
 def model_folder(path: Path) -> Path:
@@ -80,8 +68,7 @@ def run(
         if keeps:
             record.append(NAME, row)
         rows.append(row)
-        left = seconds_left(todo[place + 1 :], rows)
-        print(f"{describe(row)}   {left / 60:.0f} minutes to go", flush=True)
+        print(f"{describe(row)}   {len(todo) - place - 1} cells to go", flush=True)
     return rows
 
 

@@ -1,32 +1,22 @@
-"""Speed-up by a second process: tokens per second, and a model of the time.
+"""Speed-up by a second process: tokens per second of the rollout and of whole iterations.
 
     python benchmarks/ranks.py [--rounds 3] [--iterations 8]   on an idle machine with 2 cores or more
 
 One run pinned to one core with N prompts, and one of two processes on two cores with 2N, each of which has
 the work of the first; in turns, round after round, each with one thread a process and one policy throughout
 (a learning rate of 1e-9), whose responses are as long in all of them. Medians over the iterations of all
-rounds. Beside them the time that two processes take to add up as many numbers as training has gradients. Rows
-go to benchmarks/results/ranks.jsonl.
-
-The model: an iteration takes as long as one process needs for its own share of the prompts, plus for each
-optimizer step the time of one sum over the gradients; so W processes make W times the tokens in
-T + n_steps · t(gradients) seconds. What comes on top is waiting: for the longest responses of any rank, and
-for the memory that the processes share.
+rounds. Rows go to benchmarks/results/ranks.jsonl.
 """
 
-import csv
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import command_line
 import record
-import torch
-import torch.distributed as dist
 from fit_process import fit
-from lightning.fabric import Fabric
-from safetensors.torch import load_file
+from study_parts.runs import read_metrics
+from text_table import text_table
 
 SETTINGS = (
     "model.preset.hidden_size=256",
@@ -42,7 +32,6 @@ SETTINGS = (
     "fabric.accelerator=cpu",
 )
 N_PROMPTS, GROUP_SIZE = 16, 8
-"""Threads of each process."""
 N_RESPONSES = N_PROMPTS * GROUP_SIZE
 PHASES = ("rollout", "score", "reward", "update")
 
@@ -63,9 +52,8 @@ def run(n_ranks: int, n_iterations: int, folder: Path, stage: str, number: int =
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
     """Return the seconds of each iteration but the first."""
-    with (run_dir / "metrics.csv").open(newline="") as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return rows[1:]
+    rows = read_metrics(run_dir)[1:]
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -84,31 +72,8 @@ def gains(one: dict[str, float], two: dict[str, float]) -> list[float]:
     return [two[name] / one[name] for name in ("rollout_tokens_per_s", "tokens_per_s")]
 
 
-def n_numbers(path: Path) -> int:
-    """Return the bytes of all tensors in a file."""
-    return sum(value.numel() for value in load_file(path).values())
-
-
-def sum_seconds(n_numbers: int) -> float:
-    """Return the median of 20 times of an all-reduce over two processes."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
-    found: float = fabric.launch(_time_sums, n_numbers)
-    return found
-
-
-def _time_sums(fabric: Fabric, n_numbers: int) -> float:
-    torch.set_num_threads(1)
-    numbers, seconds = torch.ones(n_numbers), []
-    for _ in range(20):
-        fabric.barrier()
-        started_at = time.perf_counter()
-        dist.all_reduce(numbers)
-        seconds.append(time.perf_counter() - started_at)
-    return statistics.median(seconds)
-
-
-def measure(n_rounds: int, n_iterations: int) -> tuple[dict[int, dict[str, float]], dict[str, int]]:
-    """Medians of one process and of two, and the sizes of what they have run."""
+def measure(n_rounds: int, n_iterations: int) -> dict[int, dict[str, float]]:
+    """Medians of one process and of two."""
     rows: dict[int, list[dict[str, float]]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -119,13 +84,7 @@ def measure(n_rounds: int, n_iterations: int) -> tuple[dict[int, dict[str, float
             said = f"round {number + 1}: rollout {rollout:.2f} times, whole iteration {whole:.2f} times"
             print(said, flush=True)
             rows = {n: rows[n] + new[n] for n in rows}
-        alone = folder / "rl-1-0"
-        sizes = {
-            "n_parameters": n_numbers(alone / "backbone" / "model.safetensors"),
-            "n_gradients": n_numbers(sorted(alone.glob("checkpoints/iteration-*/trainable.safetensors"))[-1]),
-            "n_responses": N_RESPONSES,
-        }
-    return {n: medians(found) for n, found in rows.items()}, sizes
+    return {n: medians(found) for n, found in rows.items()}
 
 
 def main() -> None:
@@ -133,24 +92,23 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    found, sizes = measure(args.rounds, args.iterations)
-    sum_s = sum_seconds(sizes["n_gradients"])
+    found = measure(args.rounds, args.iterations)
     for n_ranks, values in found.items():
-        row = {"n_ranks": n_ranks, "n_rounds": args.rounds, **sizes, "sum_s": sum_s, **values}
-        record.append("ranks", row)
-    total = {n: sum(values[f"{phase}_s"] for phase in PHASES) for n, values in found.items()}
+        record.append(
+            "ranks", {"n_ranks": n_ranks, "n_rounds": args.rounds, "n_responses": N_RESPONSES, **values}
+        )
+    headings = ["processes", *(f"{phase}, s" for phase in PHASES), "tokens/s of rollout"]
+    rows = [
+        [
+            str(n),
+            *(f"{values[f'{phase}_s']:.2f}" for phase in PHASES),
+            f"{values['rollout_tokens_per_s']:,.0f}",
+        ]
+        for n, values in found.items()
+    ]
     rollout, whole = gains(found[1], found[2])
-    print("| processes | " + " | ".join(f"{phase}, s" for phase in PHASES) + " | tokens/s of rollout |")
-    print("|---" * (len(PHASES) + 2) + "|")
-    for n_ranks, values in found.items():
-        cells = [f"{values[f'{phase}_s']:.2f}" for phase in PHASES]
-        print(f"| {n_ranks} | " + " | ".join(cells) + f" | {values['rollout_tokens_per_s']:,.0f} |")
+    print(text_table(headings, rows))
     print(f"rollout: {rollout:.2f} times the tokens per second; whole iteration: {whole:.2f} times")
-    print(
-        f"an iteration of two: {total[2]:.2f} s, predicted {total[1] + sum_s:.2f} s, of which "
-        f"{1000 * sum_s:.1f} ms for a sum over {sizes['n_gradients']:,} gradients"
-    )
-    print(f"model of {sizes['n_parameters']:,} parameters, {N_RESPONSES} responses a process")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,25 @@ from typing import Any
 
 import record
 import torch
-from routing import CACHE, PRECISIONS, make_model, sample_routed
+from sampled import gap, sample
 from text_table import text_table
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from lit_rlkv import Rollout, prepare_backbone, replay_logps
+from lit_rlkv import CacheSpec, Rollout, prepare_backbone, replay_logps
 
 NAME = "recorded_choices"
 FAMILY = "Qwen3-MoE, 8 of 64"
+VOCAB, HIDDEN, LAYERS = 1024, 128, 6
+LAYER_SCALE, HEAD_SCALE = 4.0, 20.0
+"""Factors on initial weights: a product over 128 columns then has the size of one over 2,048 at the usual
+standard deviation, and log-probs are about -2, as of a pretrained model."""
+CONFIG = Qwen3MoeConfig(
+    vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, head_dim=32,
+    num_key_value_heads=2, intermediate_size=2 * HIDDEN, moe_intermediate_size=HIDDEN // 2,
+    tie_word_embeddings=False, pad_token_id=0, num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
+)  # fmt: skip
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CACHE = CacheSpec("snapkv", budget=24, interval=8, sink=2, window=4)
 SAMPLING = {"top_k": 50, "top_p": 0.9}
 RECORDS = {
     "evicted_at": "keys that the cache evicted, and when",
@@ -37,25 +49,36 @@ REPLAYED = {
 }
 
 
+def make_model(seed: int, device: str) -> PreTrainedModel:
+    """Return a random model in float32."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG).to(device).eval()
+    model.lm_head.weight.data.mul_(HEAD_SCALE)
+    for parameter in model.model.layers.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(LAYER_SCALE)
+    return model
+
+
 @torch.no_grad()
-def gap(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, float]:
-    """Return mean and maximum of |log π − log μ| of a learner that replays only these records."""
+def gap_without(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, float]:
+    """Return the gap of a learner that replays only these records."""
     left_out = {name: None for name in ("sampling_masks", "expert_ids") if name not in replayed}
-    logps = replay_logps(model, replace(rollout, **left_out), shadow="evicted_at" in replayed)
-    found = (logps - rollout.rollout_logps).abs()[rollout.response_mask].double()
-    return {"mean": float(found.mean()), "max": float(found.max())}
+    return gap(replay_logps(model, replace(rollout, **left_out), shadow="evicted_at" in replayed), rollout)
 
 
 def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> dict[str, Any]:
     """Return bytes per token of each record, and the gap of each learner."""
-    model = prepare_backbone(make_model(FAMILY, seed, device).to(PRECISIONS[precision]))
-    rollout = sample_routed(model, seed, n_rows, n_tokens, **SAMPLING)
+    model = prepare_backbone(make_model(seed, device).to(PRECISIONS[precision]))
+    generator = torch.Generator(model.device).manual_seed(seed)
+    input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator, device=model.device)
+    rollout = sample(model, input_ids, CACHE, n_tokens, generator, record_routing=True, **SAMPLING)
     n_all = int(rollout.attention_mask.sum())
     return {
         "seed": seed,
         "precision": precision,
         "bytes_per_token": {name: n_bytes / n_all for name, n_bytes in rollout.record_bytes.items()},
-        "gaps": {name: gap(model, rollout, replayed) for name, replayed in REPLAYED.items()},
+        "gaps": {name: gap_without(model, rollout, replayed) for name, replayed in REPLAYED.items()},
     }
 
 

@@ -23,6 +23,7 @@ import command_line
 import record
 import torch
 from rollout_parts.setting import PRESETS, Setting
+from sampled import gap
 from time_limit import TimeLimit
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
@@ -32,7 +33,6 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.loading import load_causal_lm
-from lit_rlkv.types import Rollout
 
 NAME = "replay_gap"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -62,25 +62,13 @@ def measure(setting: Setting, budget: int, kernels: str) -> dict[str, Any]:
     prompts = setting.prompts(setting.batch)
     with use_kernels(kernels), torch.no_grad():
         rollout = setting.roll_out(prompts, setting.cache(budget))
-        gap, dense = (gap_of(setting.model, rollout, shadow=shadow) for shadow in (True, False))
-        no_eviction = gap_of(setting.model, setting.roll_out(prompts, CacheSpec.dense()), shadow=True)
-    return {
-        "n_tokens": len(gap),
-        "gap": statistics(gap),
-        "no_eviction": statistics(no_eviction),
-        "dense_learner": {"mean": float(dense.mean())},
-    }
-
-
-def statistics(gap: Tensor) -> dict[str, float]:
-    """Return mean, 99th percentile and largest value."""
-    return {"mean": float(gap.mean()), "p99": float(gap.quantile(0.99)), "max": float(gap.max())}
-
-
-def gap_of(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Tensor:
-    """Return |replayed − sampled| of every response token, [token], in float32."""
-    difference = replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps
-    return difference[rollout.response_mask].abs().float()
+        kept_all = setting.roll_out(prompts, CacheSpec.dense())
+        return {
+            "n_tokens": int(rollout.response_mask.sum()),
+            "gap": gap(replay_logps(setting.model, rollout), rollout),
+            "no_eviction": gap(replay_logps(setting.model, kept_all), kept_all),
+            "dense_learner": gap(replay_logps(setting.model, rollout, shadow=False), rollout),
+        }
 
 
 def folder_of(path: Path) -> Path:

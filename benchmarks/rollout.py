@@ -1,7 +1,7 @@
-"""The rollout against transformers.generate, and what to do with rows that finish: wait, shrink or refill.
+"""The rollout against transformers.generate.
 
     python benchmarks/rollout.py [--device cuda] [--preset 1.5b|tiny] [--batch N] [--new N] [--budgets N ...]
-                                 [--minutes M] [--compile-layers] [--skip-theirs] [--schedules] [--record]
+                                 [--minutes M] [--compile-layers] [--skip-theirs] [--record]
 
 Every run samples from random weights with no end of sequence, so all rows write `--new` tokens. Before
 anything is timed, the plain definitions must replay the log-probs of a rollout that the kernels sampled.
@@ -13,10 +13,6 @@ The first budget comes first, then theirs, then the other budgets. A row for eac
 benchmarks/results/rollout.jsonl at once; started again, it measures what this machine and version of the
 package have no row for. `--minutes` stops in time: a rollout that is cut off is extrapolated from its last
 half, and measured again by a restart. Both kinds of estimate say so in their row (`"integrated": true`).
-
-`--schedules` times responses of different lengths (each token ends one with a fixed chance) in three ways:
-batches that wait for their longest response, rows that the next prompt takes over (`max_rows`), and, from the
-measured time of a step at each width, a batch that shrinks to the next power of two as its rows end.
 """
 
 import allocator  # noqa: F401  # isort: skip  (before torch)
@@ -29,7 +25,6 @@ import command_line
 import record
 import torch
 from rollout_parts.ours import time_ours
-from rollout_parts.schedules import print_schedules, time_schedules
 from rollout_parts.setting import PRESETS, Setting
 from rollout_parts.theirs import time_theirs
 from time_limit import TimeLimit
@@ -67,7 +62,6 @@ def parse() -> tuple[argparse.Namespace, Setting]:
     parser.add_argument("--new", type=int)
     parser.add_argument("--budgets", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--schedules", action="store_true")
     parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
     parser.add_argument("--skip-theirs", action="store_true", help="leave out transformers.generate")
     parser.add_argument("--compile-layers", action="store_true", help="rollout.compile_layers=true, for ours")
@@ -90,12 +84,6 @@ def main() -> None:
     arguments, setting = parse()
     records = arguments.record or setting.device.type == "cuda"
     common = {"preset": setting.preset, "policy": setting.policy, "rounds": setting.rounds}
-    if arguments.schedules:
-        found = time_schedules(setting, setting.cache(arguments.budgets[0]))
-        if records:
-            record.append(NAME, common | {"schedules": found, "compile_layers": setting.compile_layers})
-        print_schedules(found)
-        return
     limit, rows = TimeLimit(arguments.minutes), []
     todo = measurements(setting, arguments.budgets, limit, skip_theirs=arguments.skip_theirs)
     for key, measure in todo:

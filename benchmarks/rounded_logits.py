@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 
 import record
 import torch
-from sampled import sample
+from sampled import gap, sample
 from text_table import text_table
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -69,8 +69,7 @@ def measure(model: PreTrainedModel, cache: CacheSpec, n_rows: int, n_tokens: int
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(3, VOCAB, (n_rows, 16), generator=generator).to(model.device)
     rollout = sample(model, input_ids, cache, n_tokens)
-    size = (replay_logps(model, rollout) - rollout.rollout_logps).abs()[rollout.response_mask].double()
-    return {"mean": size.mean().item(), "p99": size.quantile(0.99).item(), "max": size.max().item()}
+    return gap(replay_logps(model, rollout), rollout)
 
 
 def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
@@ -81,8 +80,8 @@ def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
         for logits in ("float32",) if dtype == torch.float32 else ("float32", "rounded"):
             for name, cache in CACHES.items():
                 with rounded_logits(model) if logits == "rounded" else nullcontext():
-                    gap = measure(model, cache, n_rows, n_tokens)
-                found.append({"precision": precision, "logits": logits, "cache": name, **gap})
+                    measured = measure(model, cache, n_rows, n_tokens)
+                found.append({"precision": precision, "logits": logits, "cache": name, **measured})
     return found
 
 

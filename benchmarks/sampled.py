@@ -1,4 +1,4 @@
-"""Rollouts in which every row writes as many tokens as it may."""
+"""Rollouts in which every row writes as many tokens as it may, and the gap of their replay."""
 
 from typing import Any
 
@@ -29,3 +29,9 @@ def sample(
         generator=generator or torch.Generator(prompts.device).manual_seed(0),
         **options,
     )
+
+
+def gap(logps: Tensor, rollout: Rollout) -> dict[str, float]:
+    """Return mean, 99th percentile and largest |replayed − sampled| log-prob of a response token, in nats."""
+    size = (logps - rollout.rollout_logps).abs()[rollout.response_mask].double()
+    return {"mean": size.mean().item(), "p99": size.quantile(0.99).item(), "max": size.max().item()}

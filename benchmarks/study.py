@@ -1,7 +1,6 @@
 """Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
-    python benchmarks/study.py --blocks timing              on a machine that does nothing else
     python benchmarks/study.py --report                     tables and figure of what has been run
     python benchmarks/study.py --report --rows study_earlier   tables of runs before 2026-11-25, evicted later
 
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import command_line
 import record
-from study_parts import exposure, plan, plot, runs, tables, timing, variance
+from study_parts import measured, plan, plot, runs, tables
 from study_parts.plan import Setting
 
 
@@ -45,8 +44,7 @@ def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
     if block == "rates":
         return plan.rates()
     if block == "clock":
-        rounds = timing.measured()
-        return plan.clock(lambda setting: timing.seconds_of(setting, rounds))
+        return plan.clock(measured.seconds_of)
     return plan.BLOCKS[block](rate)
 
 
@@ -67,45 +65,6 @@ def run_missing(wanted: Iterable[Setting], done: dict[str, dict], args: argparse
             list(pool.map(lambda setting: runs.run_sft(setting, args.runs_dir), warm.values()))
         list(pool.map(work, missing))
     return all(runs.key(setting.overrides) in done for setting in missing)
-
-
-def run_variances(args: argparse.Namespace) -> bool:
-    """Measure the arms that have not been; False once the time is over."""
-    missing = variance.missing()
-
-    def work(pair: tuple[str, int]) -> None:
-        if time.monotonic() < args.stop_at:
-            row = variance.run(*pair, args.runs_dir)
-            print(f"variance  {row['arm']:10} seed {row['seed']}  {row['variance']:.4g}", flush=True)
-
-    # One at a time until the SFT models are there.
-    seeds = {seed: arm for arm, seed in missing}
-    for seed, arm in seeds.items():
-        work((arm, seed))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(work, variance.missing()))
-    return not variance.missing()
-
-
-def run_timing(args: argparse.Namespace) -> bool:
-    """Time the rounds that this machine has not, one run at a time; False once the time is over."""
-    for _ in range(timing.n_missing()):
-        if time.monotonic() >= args.stop_at:
-            return False
-        row = timing.run_round(args.runs_dir)
-        listed = (f"{name} {sum(seconds):.2f}" for name, seconds in row["seconds"].items())
-        print(f"timing  {', '.join(listed)} s", flush=True)
-    return True
-
-
-def run_exposures(args: argparse.Namespace) -> bool:
-    """Look at the places that have not been; False once the time is over."""
-    for place in exposure.missing():
-        if time.monotonic() >= args.stop_at:
-            return False
-        row = exposure.run(place, args.runs_dir)
-        print(f"exposure  {row['task']:10} budget {row['budget']:3}  {row['affected']:.3f}", flush=True)
-    return True
 
 
 MAIN_PLACE = f"{plan.MAIN_TASK}, budget {plan.BUDGETS[plan.MAIN_TASK]}"
@@ -149,8 +108,10 @@ def rows_of(settings: Iterable[Setting], done: dict[str, dict]) -> list[dict]:
 def report(done: dict[str, dict]) -> str:
     """Return every table."""
     tuning = rows_of(settings_of("rates", done), done)
-    variances, exposures = (list(runs.finished(part.NAME).values()) for part in (variance, exposure))
-    return tables.report(comparisons(done), tuning, timing.measured(), variances, exposures)
+    variances, exposures = (
+        list(runs.finished(name).values()) for name in (measured.VARIANCE, measured.EXPOSURE)
+    )
+    return tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
 
 
 def draw(done: dict[str, dict]) -> None:
@@ -172,13 +133,9 @@ def describe(row: dict) -> str:
     )
 
 
-MEASUREMENTS = {"exposure": run_exposures, "variance": run_variances, "timing": run_timing}
-"""Blocks that ask no model how well it has learned."""
-
-
 def main() -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--blocks", nargs="+", default=[*MEASUREMENTS, "rates", *plan.BLOCKS, "clock"])
+    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
@@ -195,12 +152,7 @@ def main() -> None:
     args.runs_dir = args.runs_dir.absolute()
     done = runs.finished()
     for block in args.blocks:
-        is_done = (
-            MEASUREMENTS[block](args)
-            if block in MEASUREMENTS
-            else run_missing(settings_of(block, done), done, args)
-        )
-        if not is_done:
+        if not run_missing(settings_of(block, done), done, args):
             sys.exit(f"the time is over in block {block}; start again to go on")
 
 

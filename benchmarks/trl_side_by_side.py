@@ -8,7 +8,6 @@ cache. Each runs in a process of its own with one thread, and their steps altern
 slows all of them. All responses have the same length. Rows go to benchmarks/results/trl_side_by_side.jsonl.
 """
 
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,8 @@ import command_line
 import peers
 import record
 import torch
-from text_table import text_table
+
+from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "trl_side_by_side"
 OURS: dict[str, dict[str, Any]] = {
@@ -59,16 +59,11 @@ def compare(n_rounds: int) -> dict[str, Any]:
     found = {}
     for who, trainer in trainers.items():
         seconds = peers.medians(trainer.steps)
-        ratios = [
-            plain.seconds["total"] / step.seconds["total"]
-            for plain, step in zip(theirs[peers.N_WARM :], trainer.steps[peers.N_WARM :], strict=True)
-        ]
         found[who] = {
             "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
             "tokens_per_second": round(n_tokens / seconds["total"]),
             "rollout_tokens_per_second": round(n_tokens / seconds["generate"]),
-            "times_as_fast": round(statistics.median(ratios), 3),
-            "times_as_fast_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            **peers.times_as_fast(trainer.steps, theirs),
         }
     return {
         "trl_version": trainers[TRL].version,
@@ -79,8 +74,8 @@ def compare(n_rounds: int) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> list[list[str]]:
-    """Return the table's rows, one for each trainer."""
+def table(row: dict[str, Any]) -> str:
+    """Return the table of docs/how-to/inside-trl.md, a line for each trainer."""
     rows = []
     for who, found in row["trainers"].items():
         seconds, (low, high) = found["seconds"], found["times_as_fast_range"]
@@ -93,13 +88,7 @@ def cells(row: dict[str, Any]) -> list[list[str]]:
                 "1" if who == TRL else f"{found['times_as_fast']:.2f} ({low:.2f} to {high:.2f})",
             ]
         )
-    return rows
-
-
-def markdown(row: dict[str, Any]) -> str:
-    """Return the table of docs/how-to/inside-trl.md."""
-    lines = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *cells(row)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(HEADINGS, rows)
 
 
 def main() -> None:
@@ -111,11 +100,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.table:
-        print(markdown(record.rows(NAME)[-1]))
+        print(table(record.rows(NAME)[-1]))
         return
     torch.set_num_threads(1)
     row = compare(args.rounds)
-    print(text_table(HEADINGS, cells(row)))
+    print(table(row))
     if args.record:
         record.append(NAME, row)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hydra_parts.measure import Held
 from hydra_parts.runs import SFT
-from hydra_parts.timing import PassCost, Seconds
+from hydra_parts.timing import Seconds
 from memory_model import LLAMA_7B, Job, saved_bytes_per_token, static_bytes, variant_of
 from text_table import text_table
 
@@ -114,14 +114,3 @@ What remains of the paper's total is not explained by the formula: activations, 
 allocator's slack, and weights that mixed precision may keep twice. "tokens" is how many tokens of one
 forward and backward pass without checkpointing would fill it, at {ASSUMED_LEN} per sequence. The paper's
 totals are at different batches, chosen to fill one GPU: they compare in seconds and not in gigabytes."""
-
-
-def passes_table(rows: Sequence[tuple[str, int, dict[bool, PassCost]]]) -> str:
-    """Layout, batch and costs: stacked passes against one pass after the other."""
-    headings = ["scoring passes", "batch", "s apart", "s stacked", "stacked/apart", "MB apart", "MB stacked"]
-    cells = []
-    for layout, batch, costs in rows:
-        apart, stacked = costs[False], costs[True]
-        seconds = [f"{apart.seconds:.3f}", f"{stacked.seconds:.3f}", f"{stacked.seconds / apart.seconds:.2f}"]
-        cells.append([layout, str(batch), *seconds, mb(apart.peak_bytes), mb(stacked.peak_bytes)])
-    return text_table(headings, cells)

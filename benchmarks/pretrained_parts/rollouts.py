@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from pretrained_parts.prompts import chat_turns
 from pretrained_parts.setting import DENSE, Cell
+from sampled import gap
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -98,12 +99,6 @@ def _logps(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[T
     n_rows = max(TOKENS_PER_PASS // rollout.input_ids.shape[1], 1)
     parts = [rollout.rows(slice(i, i + n_rows)) for i in range(0, len(rollout.input_ids), n_rows)]
     return torch.cat([replay_logps(model, part, shadow=shadow) for part in parts])
-
-
-def gap(logps: Float[Tensor, "batch seq"], rollout: Rollout) -> dict[str, float]:
-    """Return mean, 99th percentile and largest |replayed − sampled| log-prob, in nats."""
-    size = (logps - rollout.rollout_logps).abs()[rollout.response_mask].double()
-    return {"mean": size.mean().item(), "p99": size.quantile(0.99).item(), "max": size.max().item()}
 
 
 def by_length(dense_logps: Float[Tensor, "batch seq"], rollout: Rollout) -> dict[str, dict[str, float]]:

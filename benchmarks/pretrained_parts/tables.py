@@ -118,10 +118,6 @@ def _cost(group: Group) -> float:
     return 1 - group.accuracy.value if group.accuracy else log(max(group.kl, 1e-9))
 
 
-def _shown(kind: str, cost: float) -> str:
-    return small(exp(cost)) if kind == "chat" else f"{100 * (1 - cost):.0f} %"
-
-
 def weights(results: Results) -> str:
     """Return what reweighting keeps, by policy and response length."""
     rows = results.rollouts("long")

@@ -1,6 +1,5 @@
 """Settings of the rollout benchmarks: a model with random weights, prompts, and a cache."""
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,11 +136,6 @@ class Setting:
         call()
         self._wait()
         return time.perf_counter() - started_at
-
-    def timed(self, call: Callable[[], object]) -> dict[str, Any]:
-        """Median and extremes of `rounds` calls."""
-        times = [self.seconds(call) for _ in range(self.rounds)]
-        return {"median_s": statistics.median(times), "spread_s": [min(times), max(times)]}
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

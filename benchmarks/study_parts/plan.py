@@ -41,7 +41,7 @@ first, and each anchored arm ends within 2 points of its best."""
 TUNING_SEED = 100
 SEEDS, FEW_SEEDS = (0, 1, 2, 3, 4), (0, 1, 2)
 CLOCK_SEEDS = (5, 6, 7)
-N_ITERATIONS, TIMED_ITERATIONS = 100, 10
+N_ITERATIONS = 100
 PRETRAINED_RATE, PRETRAINED_ITERATIONS = 1e-3, 30
 """Learning rate and iterations of recipe=smollm2."""
 N_RESPONSES, PRETRAINED_RESPONSES = 256, 32
@@ -186,13 +186,6 @@ def pretrained(_: Rates) -> list[Setting]:
         for policy in (MAIN_POLICY, "snapkv")
         for run in runs
     ]
-
-
-def timed() -> list[Setting]:
-    """The arms whose iterations are timed."""
-    runs = _at_one_rate(MAIN_ARMS, SEEDS[:1])
-    runs += [replace(run, anchored=False) for run in runs]
-    return [replace(run, n_iterations=TIMED_ITERATIONS) for run in runs]
 
 
 def clock(seconds: Callable[[Setting], float]) -> list[Setting]:

@@ -15,16 +15,6 @@ SFT = ("sft.batch_size=128", "sft.n_pairs=32")
 """Settings of every recorded run; they were the defaults then."""
 N_LAST = 10
 """Iterations whose mean stands for the end of a run."""
-STANDS_STILL = 1e-30
-"""Learning rate of measurements of an SFT model: its steps are too small to change a weight."""
-TODAY = {
-    "optimizer.lr=0": f"optimizer.lr={STANDS_STILL}",
-    "optimizer.lr=0.0": f"optimizer.lr={STANDS_STILL}",
-    "+diagnostics.cache={_target_:lit_rlkv.callbacks.diagnostics.cache.CacheStatistics}": (
-        "+diagnostics.cache={_target_:lit_rlkv.callbacks.cache_statistics.CacheStatistics}"
-    ),
-}
-"""Overrides of recorded rows, and how they are written today."""
 
 
 def finished(name: str = NAME) -> dict[str, dict]:
@@ -33,7 +23,7 @@ def finished(name: str = NAME) -> dict[str, dict]:
 
 
 def key(overrides: list[str]) -> str:
-    return " ".join(sorted(TODAY.get(override, override) for override in overrides))
+    return " ".join(sorted(overrides))
 
 
 def run(setting: Setting, runs_dir: Path) -> dict:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from study_parts import exposure, timing, variance
+from study_parts import measured
 from study_parts.analysis import (
     N_FIRST,
     VIEWS,
@@ -241,19 +241,19 @@ def report(
     tuning: Sequence[Row],
     rounds: Sequence[Row],
     variances: Sequence[dict],
-    exposures: Sequence[dict] = (),
+    exposures: Sequence[dict],
 ) -> str:
     """Every table that there are rows for; `groups` are comparisons by title."""
     parts = []
     if tuning:
         parts += [f"## Learning rates, seed {TUNING_SEED}", rates_table(tuning)]
     if rounds:
-        parts += ["## Seconds of an iteration", timing.table(rounds)]
+        parts += ["## Seconds of an iteration", measured.timing_table(rounds)]
     if variances:
-        parts += ["## Gradients of the SFT model", variance.table(variances)]
-        parts += [variance.sample_sizes(variances)]
+        parts += ["## Gradients of the SFT model", measured.variance_table(variances)]
+        parts += [measured.sample_sizes(variances)]
     if exposures:
-        parts += ["## What eviction touches", exposure.table(exposures)]
+        parts += ["## What eviction touches", measured.exposure_table(exposures)]
     parts += ["## Every comparison, with the anchor where nothing else is said", places_table(groups)]
     for title, rows in groups.items():
         if arms := by_arm(rows):

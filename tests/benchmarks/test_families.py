@@ -18,7 +18,9 @@ def row_of(title, model_type):
     return next(line for line in section(title).splitlines() if f"| `{model_type}` |" in line)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gpt2", "gemma3_text", "lfm2", "gpt_oss", "mixtral", "deepseek_v3"]
+)
 def test_a_family_that_the_page_calls_exact_is(model_type):
     verdict = judge(model_type)
     assert verdict.is_exact
@@ -26,11 +28,11 @@ def test_a_family_that_the_page_calls_exact_is(model_type):
     assert (verdict.dense_gap > 100 * verdict.replay_gap) == (verdict.n_windows < verdict.n_layers)
     assert verdict.name in (row := row_of("Exact", model_type))
     # with the sampler's experts, of those that have some
-    assert (verdict.routing_gap is not None) == (model_type in ("mixtral", "deepseek_v3"))
+    assert (verdict.routing_gap is not None) == (model_type in ("gpt_oss", "mixtral", "deepseek_v3"))
     assert row.endswith("|  |") == (verdict.routing_gap is None)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "mamba", "lfm2", "falcon", "doge", "stablelm"])
+@pytest.mark.parametrize("model_type", ["mamba", "falcon", "doge", "stablelm"])
 def test_a_family_that_the_page_calls_refused_is_with_the_same_words(model_type):
     verdict = judge(model_type)
     assert verdict.refusal is not None

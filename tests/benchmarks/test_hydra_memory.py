@@ -9,7 +9,7 @@ from hydra_parts.plot import draw, parts_at_peak
 from hydra_parts.runs import make_roles, make_run
 from hydra_parts.setting import PAD, PRESETS, Setting, make_tokenizer
 from hydra_parts.tables import Result
-from hydra_parts.timing import Seconds, measure_passes
+from hydra_parts.timing import Seconds
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import LAYOUTS
@@ -110,12 +110,6 @@ def test_no_response_ends_early():
     assert tokenizer.pad_token_id == PAD
     # A number is one token, also where its digits are those of a special one.
     assert tokenizer.encode("10 100 7", add_special_tokens=False) == [10, 100, 7]
-
-
-def test_stacked_passes_hold_more_at_once():
-    run = make_run("hydra", SETTING)
-    costs = measure_passes(run, run.module.roles, 4, 1)
-    assert costs[True].peak_bytes > 1.5 * costs[False].peak_bytes
 
 
 def test_the_figure_has_a_bar_for_each_phase():

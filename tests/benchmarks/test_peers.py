@@ -1,7 +1,5 @@
 """Steps beside TRL: equal sizes, seconds that add up, and operations by kind."""
 
-import re
-
 import peers
 import pytest
 from peers import (
@@ -16,7 +14,6 @@ from peers import (
     train_here,
     write_model,
 )
-from peers_parts.profiles import KINDS, OTHER, PYTHON, Profiles, kind_of
 
 
 @pytest.fixture
@@ -36,29 +33,6 @@ def test_every_response_is_full_and_the_parts_of_a_step_add_up(tmp_path):
     for step in steps:
         parts = sum(step.seconds[phase] for phase in PHASES[:-1])
         assert 0 < parts == pytest.approx(step.seconds["total"])
-
-
-@pytest.mark.usefixtures("_small")
-def test_a_profile_shares_out_the_time_of_both_phases(tmp_path):
-    write_model(tmp_path)
-    profiles = Profiles(n_warm=1)
-    train_here(context_of(tmp_path, peers.CACHES["random 16+5"], 4), tmp_path / "ours", profiles)
-    assert (profiles.n_timed, profiles.n_profiled) == (1, 2)
-    lines = [re.split(r" {2,}", line.strip()) for line in profiles.table().splitlines()]
-    rows = {name: cells for name, *cells in lines}
-    assert {*KINDS, OTHER, PYTHON, "all"} < rows.keys()
-    assert int(rows["matrix products"][1]) > 6 * 7  # in each of 6 tokens, each of 7 matrices of the layer
-    assert "aten::mm" in profiles.largest(30)
-
-
-def test_operations_go_to_their_kind():
-    names = (
-        "aten::mm",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::index_copy_",
-        "aten::mul",
-    )
-    assert [kind_of(name) for name in names] == ["matrix products", "attention", "copies, gathers", OTHER]
 
 
 def test_medians_leave_out_the_first_steps():

@@ -6,7 +6,6 @@ import record
 import rollout
 import torch
 from rollout_parts import ours, theirs
-from rollout_parts.schedules import powers_up_to, predicted, time_schedules
 from rollout_parts.setting import Setting
 from time_limit import TimeLimit
 
@@ -105,27 +104,3 @@ def test_deaths_that_the_sampler_did_not_see_are_not_timed(budget: int, monkeypa
     monkeypatch.setattr(Setting, "roll_out", wrong)
     with pytest.raises(RuntimeError, match="replay other log-probs"):
         ours.check(TOY, budget)
-
-
-def test_the_three_schedules_match_hand_arithmetic():
-    # Two rows; a step costs 1 s for one row and 1.5 s for two.
-    found = predicted([4, 1, 2, 3], 2, {1: 1.0, 2: 1.5})
-    # wait: batches [4, 1] and [2, 3] take 4 + 3 steps of both rows
-    assert found["wait"] == 7 * 1.5
-    # shrink: 1 step of two and 3 of one, then 2 of two and 1 of one
-    assert found["shrink"] == (1 * 1.5 + 3) + (2 * 1.5 + 1)
-    # refill: row 0 writes 4; row 1 writes 1, then 2, and free at 3 before the other, 3 more
-    assert found["refill"] == 6 * 1.5
-
-
-def test_widths_are_powers_of_two_and_the_batch_itself():
-    assert powers_up_to(6) == [1, 2, 4, 6]
-    assert powers_up_to(8) == [1, 2, 4, 8]
-
-
-@pytest.mark.slow
-def test_rows_that_refill_answer_everything():
-    found = time_schedules(replace(TOY, new=48), TOY.cache(16))
-    assert found["responses"] == 16
-    assert found["median_s"].keys() == {"refill", "wait"}
-    assert found["longest"] > found["mean_length"] > 1

@@ -6,12 +6,11 @@ from functools import cache
 
 import fit_process
 import pytest
-import record
 import study
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import open_dict
-from study_parts import analysis, exposure, plan, runs, tables, timing, variance
+from study_parts import analysis, measured, plan, runs, tables
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_keys
@@ -139,11 +138,6 @@ def test_runs_from_different_sft_models_are_no_pair():
         analysis.contrast(first, second, "sparse_accuracy_after")
 
 
-def test_measured_rows_are_known_by_overrides_that_are_written_otherwise_today():
-    assert {place.task for place in exposure.missing()} <= {"smollm2"}
-    assert not variance.missing()
-
-
 def test_two_rows_of_a_seed_are_no_pair():
     twice = [row("a", 0, 0.8), row("a", 0, 0.7)]
     with pytest.raises(ValueError, match="several rows"):
@@ -257,54 +251,8 @@ def test_every_mean_and_spread_in_the_docs_stands_in_the_report():
     assert set(prose) <= set(printed)
 
 
-def timed_rows(path, *rounds, device="a"):
-    rows = [{"device": device, "seconds": seconds} for seconds in rounds]
-    with (path / f"{timing.NAME}.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    return tmp_path
-
-
-def test_a_round_takes_the_median_iteration_of_every_arm(results, tmp_path, monkeypatch):
-    (tmp_path / "metrics.csv").write_text("time/data,time/update\n9,30\n1,3\n2,4\n")
-    monkeypatch.setattr(runs, "fit", lambda *_: tmp_path)
-    row = timing.run_round(tmp_path)
-    assert len(row["seconds"]) == 2 * len(plan.MAIN_ARMS)
-    assert set(map(tuple, row["seconds"].values())) == {(2, 4)}
-    assert timing.n_missing() == timing.N_ROUNDS - 1
-
-
-def test_seconds_are_of_the_first_processor_that_has_all_rounds(results):
-    timed_rows(results, {"naive": [1, 1], "smd": [1, 1]}, device="another, 2 threads")
-    rounds = [{"naive": [n, n], "smd": [n, n + 2]} for n in (1, 2, 3)]
-    timed_rows(results, *rounds[:2], device="a, 1 threads")
-    assert timing.measured()[0]["device"].startswith("another")
-    timed_rows(results, *rounds[2:], device="a, 2 threads")
-    timed_rows(results, *[{"naive": [9, 9], "smd": [9, 9]}] * 3, device="a third")
-    assert timing.n_missing() == timing.N_ROUNDS  # of this one
-    table = timing.table(timing.measured())
-    assert "| `smd` | 2.00 ± 1.00 | 4.00 ± 1.00 | 1.61 ± 0.35 |" in table
-
-
-def test_equal_time_waits_for_all_rounds_and_gives_quicker_arms_more_iterations(results):
+def test_equal_time_gives_quicker_arms_more_iterations(monkeypatch):
     seconds = {f"{arm}+anchor": [1, 1] for arm in plan.SHORT} | {"smd+anchor": [1, 4]}
-    timed_rows(results, seconds)
-    with pytest.raises(LookupError, match="1 of 3 rounds"):
-        study.settings_of("clock", {})
-    timed_rows(results, seconds, seconds)
+    monkeypatch.setattr(measured, "rounds", lambda: [{"seconds": seconds}])
     by_arm = {run.arm: run.n_iterations for run in study.settings_of("clock", {})}
     assert by_arm == {"smd": 100, "naive": 250, "tis": 250, "shadow": 250}
-
-
-def test_variances_are_of_all_that_an_arm_learns_from():
-    """The policy's own term is the same in all arms that replay."""
-    assert {variance.METRICS[name] for name in ("variance", "signal")} == {
-        "gradient/loss/variance",
-        "gradient/loss/signal",
-    }
-    cfg = composed_of(variance.overrides("smd", 0))
-    assert "loss" in cfg.diagnostics.gradient.terms
