@@ -6,7 +6,6 @@ from lightning.fabric import Fabric
 
 from lit_rlkv.callbacks.gradient_sources import GradientSources
 from lit_rlkv.callbacks.gradient_variance import GradientVariance, algorithm_loss, policy_outputs
-from lit_rlkv.config import ConfigError
 from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
@@ -20,7 +19,6 @@ from tests.hand_built import (
     make_datamodule,
 )
 from tests.tiers import every_nth
-from tests.whole_runs import config
 
 RUNS = [
     ("grpo", {}),
@@ -70,16 +68,6 @@ def test_distillation_counts_the_prompts_that_the_policys_loss_drops():
     assert diagnostic.arrays["loss"]["n_prompts"] == 8
     assert diagnostic.arrays["policy"]["n_prompts"] == 5
     assert square_of(found) == pytest.approx(trained_square(run), rel=1e-3)
-
-
-@pytest.mark.parametrize("terms", [["policy", "loss"], ["policy"], ["loss"]])
-def test_the_first_proxy_is_of_the_policys_term_or_there_is_none(terms):
-    found = measured(GradientVariance(every=1, n_parts=3, terms=terms), make_run(distils=True))
-    if "policy" in terms:
-        assert found["variance_proxy/proxy1_signal_strength"] == pytest.approx(square_of(found, "policy"))
-    else:
-        assert "variance_proxy/proxy1_signal_strength" not in found
-    assert "variance_proxy/proxy2_total_power" in found
 
 
 def test_a_single_prompt_has_nothing_to_compare_and_costs_no_forward():
@@ -168,29 +156,6 @@ def test_no_forward_is_larger_than_those_of_training_and_none_changes_the_result
     assert max(sizes) > 64  # twelve responses at once, each prompt of them once
     handle.remove()
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
-
-
-def test_no_gradient_is_left_behind_and_no_callback_sees_the_experience_change():
-    run = make_run(distils=True)
-    before = run.experience.rollout.input_ids.clone(), run.experience.old_logps.clone()
-    measured(GradientVariance(every=1), run)
-    measured(GradientSources(every=1), run)
-    assert all(parameter.grad is None for parameter in run.module.parameters())
-    assert torch.equal(run.experience.rollout.input_ids, before[0])
-    assert torch.equal(run.experience.old_logps, before[1])
-
-
-def test_it_measures_at_its_interval_alone():
-    run = make_run()
-    diagnostic = GradientVariance(every=3)
-    diagnostic.on_fit_start(None, run.module)
-    seen = []
-    for iteration in range(5):
-        diagnostic.on_update_start(replace(run.experience, iteration=iteration), run.data.splitter.parts)
-        metrics: dict[str, float] = {}
-        diagnostic.on_iteration_end(iteration + 1, 5, metrics)
-        seen.append("gradient/loss/variance" in metrics)
-    assert seen == [True, False, False, True, False]
 
 
 def test_the_policys_own_term_is_that_of_a_run_without_distillation():
@@ -284,35 +249,6 @@ def test_the_proxies_are_of_what_counts_by_its_weights_at_the_temperature():
     expected = float(energy.sum(dim=1).mean())
     found = measured(GradientVariance(every=1, n_parts=3), run)["variance_proxy/expected_w"]
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"n_parts": 1}, "diagnostics.gradient.n_parts must be a whole number of at least 2, got 1"),
-        ({"n_parts": 2.5}, "n_parts must be a whole number of at least 2, got 2.5"),
-        ({"blocks": "head"}, "blocks='head' is unknown; choose one of layer, module, all"),
-        ({"terms": ["value"]}, "terms must name one or more of policy, loss, got \\['value'\\]"),
-        ({"terms": []}, "terms must name one or more of policy, loss, got \\[\\]"),
-        ({"only": "("}, r"only must be a regular expression, got '\('"),
-        ({"sketch": 0}, "sketch must be a whole number of at least 1, got 0"),
-        ({"sketch": True}, "sketch must be a whole number of at least 1, got True"),
-        ({"every": 0}, "diagnostics.gradient.every must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_options_without_a_meaning_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        GradientVariance(**{"every": 1} | options)
-
-
-def test_mistakes_in_the_config_are_found_before_any_work(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"diagnostics\.gradient\.n_parts must be a whole number of at least 2, got 1"
-    ):
-        config(tmp_path, "diagnostics.gradient.n_parts=1")
-    with pytest.raises(ConfigError, match="counterfactual='shadow' is unknown"):
-        config(tmp_path, "diagnostics.gradient_sources.counterfactual=shadow")
 
 
 def on_a_rank(fabric: Fabric, run: Run) -> list[float]:
