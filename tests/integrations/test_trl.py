@@ -1,4 +1,4 @@
-"""EvictingGRPOTrainer: TRL's own losses without evictions, and exact replay with them."""
+"""The trainers of TRL that evict: TRL's own losses without evictions, and exact replay with them."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from lit_rlkv.integrations.trl import EvictingGRPOTrainer
+from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
 from lit_rlkv.types import NEVER
 from tests.integrations.trl_runs import (
     IN_TWO_PARTS,
@@ -19,19 +19,14 @@ from tests.integrations.trl_runs import (
     PROMPTS,
     TWICE,
     Recorder,
-    save_model,
     train,
     train_plain,
 )
 from tests.tiers import slow
 
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length")
+TRAINERS = [EvictingGRPOTrainer, EvictingRLOOTrainer]
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def lora():
@@ -61,6 +56,11 @@ def largest_gap(rows):
         slow({"steps_per_generation": 2, "per_device_train_batch_size": 4}),
         slow({"mask_truncated_completions": True}),
         {"mask_truncated_completions": True, "max_completion_length": 1},  # no token of the batch counts
+        *[{"trainer": EvictingRLOOTrainer} | options for options in ({}, TWICE)],
+        slow({"trainer": EvictingRLOOTrainer, "beta": 0.0}),
+        slow({"trainer": EvictingRLOOTrainer, "normalize_advantages": True, "temperature": 0.7}),
+        slow({"trainer": EvictingRLOOTrainer, "mask_truncated_completions": True}),
+        slow({"trainer": EvictingRLOOTrainer} | IN_TWO_PARTS),
     ],
     ids=str,
 )
@@ -70,16 +70,17 @@ def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, o
     plain, plain_rows = train_plain(model, tmp_path, recorder, **options)
     assert len(rows) == len(plain_rows) >= 3
     for row, expected in zip(rows, plain_rows, strict=True):
-        for name in set(SAME) & set(expected):
+        for name in {*SAME, "kl"} & set(expected):
             assert row[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
         assert set(expected) <= set(row)
     assert distance(ours, plain) < 1e-4
 
 
-def test_with_evictions_trl_alone_has_other_losses(model, tmp_path):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_with_evictions_trl_alone_has_other_losses(model, tmp_path, trainer):
     recorder = Recorder()
-    ours, rows = train(model, tmp_path, reward=recorder)
-    plain, plain_rows = train_plain(model, tmp_path, recorder)
+    ours, rows = train(model, tmp_path, trainer=trainer, reward=recorder)
+    plain, plain_rows = train_plain(model, tmp_path, recorder, trainer=trainer)
     assert rows[0]["grad_norm"] != pytest.approx(plain_rows[0]["grad_norm"], rel=1e-2)
     assert distance(ours, plain) > 1e-2
 
@@ -91,9 +92,17 @@ def test_the_learner_replays_what_the_sampler_saw(model, tmp_path, policy):
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("correction", ["naive", slow("tis"), slow("mis")])
-def test_without_the_shadow_the_gap_is_far_above(model, tmp_path, correction):
-    _, rows = train(model, tmp_path, correction=correction)
+@pytest.mark.parametrize(
+    ("trainer", "correction"),
+    [
+        (EvictingGRPOTrainer, "naive"),
+        slow(EvictingGRPOTrainer, "tis"),
+        slow(EvictingGRPOTrainer, "mis"),
+        (EvictingRLOOTrainer, "naive"),
+    ],
+)
+def test_without_the_shadow_the_gap_is_far_above(model, tmp_path, trainer, correction):
+    _, rows = train(model, tmp_path, trainer=trainer, correction=correction)
     assert all(row["kv/replay_gap"] > 0.1 for row in rows)
 
 
@@ -119,9 +128,10 @@ def test_evictions_that_are_one_query_late_are_caught(model, tmp_path):
     assert rows[0]["kv/replay_gap"] > 1e-3
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("options", [IN_TWO_PARTS, TWICE, {"steps_per_generation": 2}], ids=str)
-def test_the_gap_is_measured_before_the_first_update_on_a_rollout(model, tmp_path, options):
-    _, rows = train(model, tmp_path, **options)
+def test_the_gap_is_measured_before_the_first_update_on_a_rollout(model, tmp_path, trainer, options):
+    _, rows = train(model, tmp_path, trainer=trainer, **options)
     measured = [row for row in rows if "kv/replay_gap" in row]
     n_rollouts = len(rows) if options is IN_TWO_PARTS else (len(rows) + 1) // 2
     assert len(measured) == n_rollouts
@@ -160,11 +170,13 @@ def test_the_reference_replays_too(model, tmp_path, peft_config):
     assert rows[0]["kl"] > 1e-4
 
 
-def test_an_adapter_learns_from_replayed_rollouts(model, tmp_path):
-    trainer, rows = train(model, tmp_path, arguments={"peft_config": lora()}, beta=0.1)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_adapter_and_its_reference_replay(model, tmp_path, trainer):
+    found, rows = train(model, tmp_path, trainer=trainer, arguments={"peft_config": lora()}, beta=0.1)
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
-    assert rows[-1]["kl"] > 1e-5
-    trained = dict(trainer.model.named_parameters())
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(rows[-1]["kl"]) > 1e-5
+    trained = dict(found.model.named_parameters())
     assert any("lora_B" in name and p.abs().max() > 0 for name, p in trained.items())
 
 
