@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.cli import compose_arguments
-from lit_rlkv.config import CONF_DIR, ConfigError, check_keys, parse
+from lit_rlkv.config import CONF_DIR, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.report import parse as parse_report
 from lit_rlkv.runs.preflight import checked_config
@@ -146,34 +146,6 @@ def test_every_command_of_a_page_passes_the_checks_of_its_program(page):
             check(words)
         except Exception as error:
             raise AssertionError(" ".join(words)) from error
-
-
-def test_there_are_commands_of_every_kind():
-    programs = {Path(words[0]).name for commands in COMMANDS.values() for words in commands}
-    assert programs >= {"python", "torchrun", "fabric", "sbatch", "srun", "make", "pip"}
-    modules = {words[2] for commands in COMMANDS.values() for words in commands if words[1:2] == ("-m",)}
-    assert modules >= {f"lit_rlkv.{name}" for name in ("fit", "evaluate", "export", "sweep", "report")}
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ("python -m lit_rlkv.fit cache.buget=3", ConfigError),
-        ("torchrun --nproc-per-node=8 -m lit_rlkv.fit experiment=no", ConfigError),
-        ("python -m lit_rlkv.evaluate ckpt=runs/... n_samples=0", ConfigError),
-        ("python -m lit_rlkv.sweep sweeps/arms.yaml cache.buget=3", ConfigError),
-        ("python -m lit_rlkv.report to=page.html", ConfigError),
-        ("python -m lit_rlkv.no_such_module", AssertionError),
-        ("python benchmarks/study.py --no-such-option", AssertionError),
-        ("make nothing", AssertionError),
-        ('pip install -e ".[nothing]"', AssertionError),
-        ("unheard of", AssertionError),
-    ],
-)
-def test_a_command_that_would_fail_is_found(command, error):
-    (words,) = shell_commands(f"```bash\n{command}\n```")
-    with pytest.raises(error):
-        check(words)
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "`python benchmarks/" in text])

@@ -7,7 +7,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from tests.docs.pages import DOCS, PAGES, ROOT
+from tests.docs.pages import PAGES, ROOT
 
 PAGE = """\
 # Page
@@ -96,14 +96,6 @@ def test_a_page_leads_to_the_next_and_the_previous_one(site):
 
 def test_the_log_is_found_after_the_pages():
     assert float(re.search(r"^  boost: (.*)$", PAGES["docs/results/log.md"], re.M)[1]) <= 0.001
-
-
-def test_the_style_turns_pictures_dark_and_stacks_the_keys_on_a_phone():
-    css = (DOCS / "stylesheets" / "site.css").read_text()
-    assert re.search(r'"slate"\] \.md-typeset img \{\s+filter: invert', css)
-    stacked = re.search(r"max-width: 44.*?\{(.*)\}", css, re.S)[1]
-    assert ":has(td > a[id])" in stacked
-    assert re.search(r"^\| <a id=", PAGES["docs/reference/config.md"], re.M)
 
 
 def test_readme_stays_short_enough_to_be_read():

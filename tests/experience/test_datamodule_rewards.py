@@ -230,15 +230,3 @@ def test_rewards_are_under_way_while_the_roles_score():
     experience = data.collect()
     assert is_scored.is_set()
     assert experience.rewards.total.tolist() == [len(text) for text in experience.completions]
-
-
-def test_rewards_are_those_of_asking_one_after_the_other():
-    def score(question):
-        return zlib.crc32(question["completion"].encode()) % 7
-
-    many, one = (
-        make_datamodule(make_roles(), **of_functions(own=InThreads(ask=score, n_workers=n))).collect()
-        for n in (8, 1)
-    )
-    assert torch.equal(many.rewards.total, one.rewards.total)
-    assert len(set(one.rewards.total.tolist())) > 2

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from lit_rlkv import generate, prepare_backbone, replay_logps
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv import prepare_backbone, replay_logps
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import OWN_CHOICE, Rollout
 from tests.explicit_routing import given_experts, perturb
 from tests.fuzz import explicit
-from tests.fuzz.test_core import PAD, PROFILE, VOCAB
+from tests.fuzz.harness import cases, run_cases
+from tests.fuzz.test_core import SAMPLING, VOCAB, Sampling, random_sampling
 from tests.models_zoo import build
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -32,8 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 GROUPED = ("deepseek_v2", "deepseek_v3")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(Sampling):
     """One random model, cache and batch of prompts; `update` is the size of the update before replay."""
 
     family: str
@@ -42,15 +42,7 @@ class Case:
     experts_per_group: int
     n_chosen: int
     is_normalised: bool
-    spec: CacheSpec
-    lens: tuple[int, ...]
-    max_new_tokens: int
-    n_samples: int
-    max_rows: int | None
-    temperature: float
-    n_eos: int
     update: float
-    seed: int
 
     def model(self) -> PreTrainedModel:
         is_grouped, n_experts = self.family in GROUPED, self.n_groups * self.experts_per_group
@@ -77,39 +69,10 @@ class Case:
             sizes["norm_topk_prob"] = self.is_normalised
         return build(CONFIG_MAPPING[self.family](**sizes))
 
-    def rollout(self, model: PreTrainedModel) -> Rollout:
-        generator = torch.Generator().manual_seed(self.seed)
-        width = max(self.lens)
-        is_prompt = torch.arange(width) >= width - torch.tensor(self.lens)[:, None]
-        input_ids = torch.randint(1, VOCAB, (len(self.lens), width), generator=generator)
-        return generate(
-            model,
-            input_ids.masked_fill(~is_prompt, PAD),
-            is_prompt,
-            cache=self.spec,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=list(range(1, 1 + self.n_eos)) or None,
-            pad_token_id=PAD,
-            temperature=self.temperature,
-            num_return_sequences=self.n_samples,
-            max_rows=self.max_rows,
-            generator=generator,
-            record_routing=True,
-        )
-
 
 @st.composite
-def cases(draw: Any) -> Case:
-    sink, window = draw(st.integers(0, 3)), draw(st.integers(1, 6))
-    policies = st.sampled_from(sorted(POLICIES))
-    evicting = CacheSpec(
-        policy=draw(policies),
-        budget=sink + window + draw(st.integers(1, 10)),
-        interval=draw(st.integers(1, 7)),
-        sink=sink,
-        window=window,
-    )
-    n_samples = draw(st.integers(1, 3))
+def random_cases(draw: Any) -> Case:
+    sampling = random_sampling(draw)
     experts_per_group, n_groups = draw(st.integers(2, 6)), draw(st.integers(1, 4))
     return Case(
         family=draw(st.sampled_from(sorted(FAMILIES))),
@@ -118,15 +81,8 @@ def cases(draw: Any) -> Case:
         experts_per_group=experts_per_group,
         n_chosen=draw(st.integers(1, min(4, min(2, n_groups) * experts_per_group - 1))),
         is_normalised=draw(st.booleans()),
-        spec=draw(st.sampled_from([evicting, evicting, CacheSpec.dense()])),
-        lens=tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
-        max_new_tokens=draw(st.integers(1, 24)),
-        n_samples=n_samples,
-        max_rows=draw(st.none() | st.integers(n_samples, 4)),
-        temperature=draw(st.sampled_from([1.0, 0.7, 1.5])),
-        n_eos=draw(st.sampled_from([0, 0, 2])),
         update=draw(st.sampled_from([0.0, 0.1, 0.5])),
-        seed=draw(st.integers(0, 2**31)),
+        **sampling | {"spec": draw(st.sampled_from([sampling["spec"]] * 2 + [CacheSpec.dense()]))},
     )
 
 
@@ -148,7 +104,7 @@ def errors(case: Case, rollout: Rollout, *, replayed: Rollout | None = None) -> 
 
 
 def check(case: Case) -> Rollout:
-    rollout = case.rollout(prepare_backbone(case.model()))
+    rollout = case.rollout(prepare_backbone(case.model()), record_routing=True)
     assert rollout.expert_ids is not None
     logps, gradients = errors(case, rollout)
     assert logps < 1e-4
@@ -163,17 +119,9 @@ def check(case: Case) -> Rollout:
     return rollout
 
 
-@settings(PROFILE, max_examples=15, derandomize=True)
-@given(cases())
-def test_sampler_replay_and_an_own_forward_agree_on_the_experts(case: Case):
-    check(case)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=300)
-@given(cases())
-def test_many_of_them_agree(case: Case):
-    check(case)
+@cases(15, 300)
+def test_sampler_replay_and_an_own_forward_agree_on_the_experts(n_cases: int):
+    run_cases(n_cases, check, case=random_cases())
 
 
 EXAMPLE = Case(
@@ -183,15 +131,8 @@ EXAMPLE = Case(
     experts_per_group=4,
     n_chosen=2,
     is_normalised=True,
-    spec=CacheSpec("h2o", budget=8, interval=3, sink=1, window=3),
-    lens=(11, 6),
-    max_new_tokens=20,
-    n_samples=2,
-    max_rows=None,
-    temperature=1.0,
-    n_eos=0,
     update=0.5,
-    seed=0,
+    **SAMPLING,
 )
 
 
