@@ -126,6 +126,16 @@ def tokens_of(rollout: Rollout) -> list[tuple[int, ...]]:
     return [tuple(input_ids[attention_mask].tolist()) for input_ids, attention_mask in rows]
 
 
+def one_row(evicted_at, n_pad: int = 1, n_prompt: int = 2) -> Rollout:
+    """A rollout of one row: padding, prompt, and actions up to the last column of evicted_at."""
+    table = torch.as_tensor(evicted_at, dtype=torch.int32)[None]
+    seq = table.shape[-1]
+    attention_mask = torch.arange(seq)[None] >= n_pad
+    response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
+    table = table.masked_fill(~attention_mask[:, None, None], 0)
+    return Rollout(torch.zeros(1, seq).long(), attention_mask, response_mask, torch.zeros(1, seq), table, 0)
+
+
 TRUNCATED = {"top_k": 12, "top_p": 0.9}
 """Options of a rollout whose sampler chooses from small sets of tokens."""
 

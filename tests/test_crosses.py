@@ -13,7 +13,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.callbacks.gradient_variance import GradientVariance
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import CONF_DIR, Config, ConfigError, build
@@ -145,28 +144,6 @@ def test_every_algorithm_trains_with_every_correction_and_distillation(
             assert row["kv/replay_gap"] < 1e-4
         assert (row["rollout_corr/k3_kl"] > 1e-6) == (name not in ("dense", "shadow"))
     assert done.n_moved == done.n_trainable
-
-
-def test_weights_on_the_residual_of_replay_change_float32_training_by_rounding_only(train: Train):
-    arm = ("algorithm=grpo", "distillation=none")
-    weighted = train(*arm, "correction=tis", "correction.replays=true").metrics
-    plain = train(*arm, "correction=shadow").metrics
-    for row in weighted:
-        assert 0 < row["kv/replay_gap_mean"] <= row["kv/replay_gap_p99"] <= row["kv/replay_gap_max"] < 1e-4
-    assert "kv/replay_gap_max" not in plain[0]
-    assert weighted[0]["policy_loss"] == pytest.approx(plain[0]["policy_loss"], abs=1e-4)
-    assert weighted[0]["rollout_corr/k3_kl"] < 1e-8
-
-
-def test_without_distillation_the_gradient_is_that_of_the_policy_loss(sft_runs: Path, tmp_path: Path):
-    def variances(distillation: str) -> list[tuple[float, ...]]:
-        gradient = GradientVariance(every=1, n_parts=2)
-        arm = ("algorithm=grpo", "correction=tis", f"distillation={distillation}")
-        rows = run(sft_runs, tmp_path / distillation, *arm, watching=[gradient]).metrics
-        return [tuple(row[f"gradient/{term}/variance"] for term in ("policy", "loss")) for row in rows]
-
-    assert all(own == whole > 0 for own, whole in variances("none"))
-    assert all(own != whole for own, whole in variances("sparse_student"))
 
 
 @pytest.mark.slow

@@ -107,17 +107,6 @@ def test_gradients_are_taken_as_training_takes_them_in_every_precision(precision
     assert found["loss"]["all"].abs().max() > 1e-3
 
 
-def test_a_choice_of_parameters_is_made_by_name():
-    module = make_run().module
-    every, last, none = (GradientVariance(every=1, only=only) for only in (None, r"layers\.1\.", "decoder"))
-    for diagnostic in (every, last):
-        diagnostic.on_fit_start(None, module)
-    assert [*last.parameters] == [name for name in every.parameters if "layers.1." in name]
-    assert 0 < len(last.parameters) < len(every.parameters)
-    with pytest.raises(ValueError, match=r"only must match a parameter .*, got 'decoder'"):
-        none.on_fit_start(None, module)
-
-
 def test_float16_activations_give_the_gradient_of_float32_nearly():
     run = make_run()
     (batch,) = run.data.splitter.minibatches(run.experience)
