@@ -153,6 +153,19 @@ def over_sets(logits: Tensor, rollout: Rollout) -> Tensor:
     return logits.masked_fill(~is_kept, -torch.inf)
 
 
+def plain_logits(backbone: PreTrainedModel, rollout: Rollout, evicted_at: Tensor) -> Tensor:
+    """Return logits [response token, vocab] by one plain forward, -inf for what was not sampled from."""
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    logits = backbone(
+        input_ids=rollout.input_ids,
+        position_ids=positions,
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        evicted_at=evicted_at,
+        use_cache=False,
+    ).logits
+    return over_sets(logits[:, :-1][rollout.response_mask[:, 1:]], rollout)
+
+
 @contextmanager
 def counted_forwards(roles: Roles) -> Iterator[list[str]]:
     """The names of the backbones that were run inside the block, one for each forward."""

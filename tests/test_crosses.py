@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
-from lit_rlkv.config import CONF_DIR, Config, ConfigError, build
+from lit_rlkv.config import CONF_DIR, Config, build
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.runs.checkpoint import CheckpointDir
@@ -155,12 +155,6 @@ def test_every_correction_and_distillation_gives_different_losses(train: Train, 
         for name, d in crosses
     }
     assert len(losses) == len(crosses) == 16
-
-
-@pytest.mark.parametrize("distillation", ["sparse_student", "dense_student"])
-def test_distillation_on_dense_rollouts_is_refused(sft_runs: Path, distillation: str):
-    with pytest.raises(ConfigError, match="distillation needs an evicting cache"):
-        config(sft_runs, "correction=dense", f"distillation={distillation}")
 
 
 PPO = ["algorithm=ppo", "distillation=none"]

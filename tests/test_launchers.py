@@ -55,6 +55,8 @@ LAUNCHERS = {
         *["--nproc-per-node=2", "--master-port=29631", "-m", "lit_rlkv.fit"],
     ],
     "fabric": [str(FABRIC), "run", "--devices=2", "--main-port=29632", "scripts/fit.py"],
+    # Lightning takes the command of the other ranks from __main__ and sys.argv.
+    "console": [*PYTHON, "lit_rlkv", "fit", "fabric.devices=2"],
 }
 
 
@@ -66,18 +68,6 @@ def test_a_launcher_decides_the_number_of_processes(sft_runs, name):
     assert process.returncode == 0, said
     assert n_rows(sft_runs / name) == n_rows(sft_runs / name / "ranks" / "1") == 2
     assert said.count("report: ") == 1
-
-
-@pytest.mark.slow
-def test_the_console_script_starts_the_other_ranks(sft_runs):
-    # Lightning takes the command of the other ranks from __main__ and sys.argv.
-    folder = sft_runs / "console"
-    process = start(
-        [*PYTHON, "lit_rlkv", "fit"], "fabric.devices=2", f"hydra.run.dir={folder}", f"runs_dir={sft_runs}"
-    )
-    said = said_by(process)
-    assert process.returncode == 0, said
-    assert n_rows(folder / "ranks" / "1") == 2
 
 
 @pytest.mark.slow

@@ -109,35 +109,27 @@ def test_layers_have_a_number_each_and_one_together():
     assert arrays["all_layers_kl"] == found["kv/layer_kl/all"]
 
 
-def found_at(diagnostic, temperature):
-    """Return the measurement of one rollout at a temperature."""
+def test_all_measurements_are_at_the_temperature_that_sampled():
     roles = shift(make_roles(), std=0.1)
     experience = make_datamodule(roles, rollout={"temperature": 0.7}).collect()
-    module = make_module(roles)
-    module.temperature = temperature
-    diagnostic.on_fit_start(None, module)
-    diagnostic.on_rollout_end(experience)
-    return diagnostic.scalars, roles, experience.rollout
-
-
-def test_log_probs_and_overlaps_are_those_of_the_temperature_that_sampled():
-    found, roles, rollout = found_at(DenseMismatch(), 0.7)
-    response_mask = rollout.response_mask
+    rollout, module, found = experience.rollout, make_module(roles), {}
+    module.temperature = 0.7
+    for diagnostic in (DenseMismatch(), LayerMismatch(n_rows=99)):
+        diagnostic.on_fit_start(None, module)
+        diagnostic.on_rollout_end(experience)
+        found |= diagnostic.scalars
     for temperature, is_right in ((0.7, True), (1.0, False)):
         dense = score_rollout(roles, rollout, {"policy": False}, temperature=temperature)["policy"]
-        kl = float((rollout.rollout_logps - dense)[response_mask].mean())
         with acting_as(roles, "policy") as backbone:
-            overlap = float(view_overlap(backbone, rollout, temperature)[response_mask].mean())
-        assert (abs(found["kv/dense_kl"] - kl) < 1e-5) == is_right
-        assert (abs(found["kv/overlap_mean"] - overlap) < 1e-5) == is_right
-
-
-def test_layers_are_compared_at_the_temperature_that_sampled():
-    found, roles, rollout = found_at(LayerMismatch(n_rows=99), 0.7)
-    for temperature, is_right in ((0.7, True), (1.0, False)):
-        with acting_as(roles, "policy") as backbone:
+            overlap = view_overlap(backbone, rollout, temperature)
             kls = layer_kls(backbone, rollout, temperature).mean(dim=1)
-        assert (abs(found["kv/layer_kl/0"] - float(kls[0])) < 1e-5) == is_right
+        expected = {
+            "kv/dense_kl": (rollout.rollout_logps - dense)[rollout.response_mask].mean(),
+            "kv/overlap_mean": overlap[rollout.response_mask].mean(),
+            "kv/layer_kl/0": kls[0],
+        }
+        for name, value in expected.items():
+            assert (abs(found[name] - float(value)) < 1e-5) == is_right, name
 
 
 @pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])

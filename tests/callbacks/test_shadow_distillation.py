@@ -12,7 +12,7 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
 )
 from lit_rlkv.modules.base import StepOutputs
-from tests.hand_built import TRUNCATED, make_datamodule, make_module, make_roles, over_sets, shift
+from tests.hand_built import TRUNCATED, make_datamodule, make_module, make_roles, plain_logits, shift
 
 
 @pytest.fixture(params=[{}, TRUNCATED], ids=["whole vocabulary", "truncated"])
@@ -31,19 +31,10 @@ def outputs_of(module, batch):
 
 
 def full_log_softmax(module, batch, role, *, shadow):
-    """[action, vocab] by one plain forward, nothing shared with the callback."""
     rollout = batch.rollout
     evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
-    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     with acting_as(module.roles, role) as backbone:
-        logits = backbone(
-            input_ids=rollout.input_ids,
-            position_ids=positions,
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            evicted_at=evicted_at,
-            use_cache=False,
-        ).logits
-    return over_sets(logits[:, :-1][rollout.response_mask[:, 1:]], rollout).log_softmax(-1)
+        return plain_logits(backbone, rollout, evicted_at).log_softmax(-1)
 
 
 def expected_kl(batch, log_p, log_q):

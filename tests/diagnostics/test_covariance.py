@@ -205,9 +205,3 @@ def test_long_vectors_are_sketched_in_chunks(monkeypatch):
     found = squares(64)
     error = 4 * SQUARE * math.sqrt(2 / 64) / math.sqrt(len(found))
     assert found.mean().item() == pytest.approx(SQUARE, abs=error)
-
-
-@pytest.mark.parametrize("size", [0, True])
-def test_a_sketch_of_no_number_of_buckets_is_refused(size):
-    with pytest.raises(ValueError, match=f"sketch must be a whole number of at least 1, got {size}"):
-        CountSketch(size)

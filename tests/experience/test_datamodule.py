@@ -154,18 +154,6 @@ def test_more_parts_than_groups_are_refused():
         list(data.splitter.parts(experience, 5))
 
 
-def test_callbacks_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
-    seen = []
-    data = make_datamodule(make_roles())
-
-    def on_update_start(experience, split):
-        seen.append(len(list(split(experience, 2))))
-
-    data.callbacks = [SimpleNamespace(on_update_start=on_update_start)]
-    list(data.train_dataloader())
-    assert seen == [2]
-
-
 def of_functions(**functions):
     return {"reward": RewardConfig(max_failed=1.0), "functions": functions}
 
@@ -220,15 +208,6 @@ def test_callbacks_are_called_around_rollout_score_and_reward_in_their_order():
         for phase in ("rollout", "score", "reward")
         for moment in ("start", "second", "end")
     ]
-
-
-def test_a_phase_that_fails_has_no_end(monkeypatch):
-    data, ended = make_datamodule(make_roles()), []
-    data.callbacks = [SimpleNamespace(on_phase_end=lambda *what: ended.append(what))]
-    monkeypatch.setattr(data, "_score", lambda rollout, on_progress: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        data.train_dataloader()
-    assert ended == [("rollout", 0)]
 
 
 def progress_of(data):

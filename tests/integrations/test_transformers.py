@@ -66,6 +66,12 @@ def sampled(model, tokenizer, prompts, **options):
     )
 
 
+def generated(model, prompts, **options):
+    """What model.generate returns with our loop, the evicting cache and the random numbers of `sampled`."""
+    options = {"max_new_tokens": 12, "generator": torch.Generator().manual_seed(1)} | options
+    return model.generate(**prompts, custom_generate=generate, cache=EVICTS, **options)
+
+
 @pytest.mark.parametrize("cache", [CacheSpec.dense(), CacheSpec("snapkv", budget=64)], ids=["dense", "large"])
 def test_greedy_decoding_without_evictions_is_that_of_transformers(model, prompts, cache):
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -76,16 +82,8 @@ def test_greedy_decoding_without_evictions_is_that_of_transformers(model, prompt
 
 
 def test_the_output_holds_what_replay_needs(model, prompts):
-    output = model.generate(
-        **prompts,
-        custom_generate=generate,
-        cache=EVICTS,
-        max_new_tokens=20,
-        do_sample=True,
-        top_k=0,
-        temperature=0.8,
-        return_dict_in_generate=True,
-    )
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "temperature": 0.8}
+    output = generated(model, prompts, return_dict_in_generate=True, **options)
     assert isinstance(output, EvictingGenerateOutput)
     rollout = output.rollout
     assert torch.equal(output.sequences, rollout.input_ids)
@@ -98,16 +96,7 @@ def test_the_output_holds_what_replay_needs(model, prompts):
 
 
 def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
-    output = model.generate(
-        **prompts,
-        custom_generate=generate,
-        cache=EVICTS,
-        generator=torch.Generator().manual_seed(1),
-        max_new_tokens=12,
-        num_return_sequences=3,
-        do_sample=True,
-        top_k=0,
-    )
+    output = generated(model, prompts, num_return_sequences=3, do_sample=True, top_k=0)
     expected = sampled(model, tokenizer, prompts, num_return_sequences=3)
     assert torch.equal(output, expected.input_ids)
 
@@ -123,16 +112,7 @@ def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
     ids=str,
 )
 def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, options, taken):
-    output = model.generate(
-        **prompts,
-        custom_generate=generate,
-        cache=EVICTS,
-        generator=torch.Generator().manual_seed(1),
-        max_new_tokens=12,
-        do_sample=True,
-        return_dict_in_generate=True,
-        **options,
-    )
+    output = generated(model, prompts, do_sample=True, return_dict_in_generate=True, **options)
     expected = sampled(model, tokenizer, prompts, **taken)
     assert torch.equal(output.sequences, expected.input_ids)
     masks = output.rollout.sampling_masks
@@ -145,26 +125,16 @@ def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, opti
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.8}], ids=str)
 def test_renormalize_logits_changes_nothing(model, prompts, options):
-    def rollout(**more):
-        return model.generate(
-            **prompts,
-            custom_generate=generate,
-            cache=EVICTS,
-            generator=torch.Generator().manual_seed(1),
-            max_new_tokens=12,
-            return_dict_in_generate=True,
-            **options | more,
-        ).rollout
-
-    plain, renormalized = rollout(), rollout(renormalize_logits=True)
+    options = options | {"return_dict_in_generate": True}
+    plain = generated(model, prompts, **options).rollout
+    renormalized = generated(model, prompts, renormalize_logits=True, **options).rollout
     assert torch.equal(renormalized.input_ids, plain.input_ids)
     assert torch.equal(renormalized.rollout_logps, plain.rollout_logps)
 
 
 def test_max_rows_reaches_the_rollout(model, prompts):
-    options = {"custom_generate": generate, "cache": EVICTS, "max_new_tokens": 8, "do_sample": False}
-    options["return_dict_in_generate"] = True
-    whole, parts = (model.generate(**prompts, **options, max_rows=n).rollout for n in (None, 1))
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    whole, parts = (generated(model, prompts, **options, max_rows=n).rollout for n in (None, 1))
     assert parts.kv_bytes < whole.kv_bytes
     assert torch.equal(parts.input_ids, whole.input_ids)
 

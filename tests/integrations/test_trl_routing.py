@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
 from lit_rlkv.types import OWN_CHOICE
 from tests.integrations.trl_runs import IN_TWO_PARTS, TWICE, build, tokenizer, train
+from tests.models_zoo import build as build_network
+from tests.models_zoo import tiny_config
 from tests.tiers import slow
 
 N_EXPERTS = 4
@@ -21,28 +22,9 @@ ROUTES = {"replay_routing": True}
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     vocabulary = tokenizer()
-    torch.manual_seed(0)
-    network = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=48,
-            moe_intermediate_size=24,
-            num_experts=N_EXPERTS,
-            num_experts_per_tok=2,
-            max_position_embeddings=128,
-            pad_token_id=vocabulary.pad_token_id,
-            eos_token_id=vocabulary.eos_token_id,
-        )
-    )
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
+    sizes = {"vocab_size": len(vocabulary), "num_experts": N_EXPERTS, "moe_intermediate_size": 24}
+    tokens = {"pad_token_id": vocabulary.pad_token_id, "eos_token_id": vocabulary.eos_token_id}
+    network = build_network(tiny_config("qwen3_moe", **sizes, **tokens))
     folder = tmp_path_factory.mktemp("moe")
     network.save_pretrained(folder)
     return str(folder)
