@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from lightning.fabric import Fabric
@@ -13,6 +14,7 @@ from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
@@ -134,6 +136,11 @@ def one_row(evicted_at, n_pad: int = 1, n_prompt: int = 2) -> Rollout:
     response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
     table = table.masked_fill(~attention_mask[:, None, None], 0)
     return Rollout(torch.zeros(1, seq).long(), attention_mask, response_mask, torch.zeros(1, seq), table, 0)
+
+
+def with_rewards(experience: Experience, total: list[float]) -> Experience:
+    rewards = replace(experience.rewards, total=torch.tensor(total, dtype=torch.float32))
+    return replace(experience, rewards=rewards)
 
 
 TRUNCATED = {"top_k": 12, "top_p": 0.9}

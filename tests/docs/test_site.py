@@ -1,6 +1,5 @@
 """The site leads from a page to files outside of docs/, which it does not hold, and includes such files."""
 
-import re
 import tomllib
 
 import pytest
@@ -87,15 +86,6 @@ def test_no_page_asks_an_api_for_the_stars_of_the_repository(site):
         text = page.read_text()
         assert 'data-md-component="source"' not in text
         assert 'class="md-source"' in text
-
-
-def test_a_page_leads_to_the_next_and_the_previous_one(site):
-    assert "md-footer__link--next" in html(site, "page")
-    assert "md-footer__link--prev" in html(site, "other")
-
-
-def test_the_log_is_found_after_the_pages():
-    assert float(re.search(r"^  boost: (.*)$", PAGES["docs/results/log.md"], re.M)[1]) <= 0.001
 
 
 def test_readme_stays_short_enough_to_be_read():

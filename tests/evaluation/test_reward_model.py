@@ -63,14 +63,6 @@ def gap(comparisons):
     return abs(mean([is_right for _, is_right in comparisons]) - mean([p for p, _ in comparisons]))
 
 
-def calibrated_margins(n=5000):
-    """Margins whose sign is right exactly as often as their size says."""
-    generator = torch.Generator().manual_seed(0)
-    size = torch.randn(n, generator=generator, dtype=torch.float64).abs() * 2
-    is_right = torch.rand(n, generator=generator, dtype=torch.float64) < size.sigmoid()
-    return torch.where(is_right, size, -size)
-
-
 def test_margins_are_those_of_single_sequences_without_padding():
     backbone, head = make_reward_model()
     pairs = make_pairs()

@@ -48,6 +48,8 @@ def test_logged_rewards_keep_the_units_of_the_components(normalize: str):
     rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
     assert torch.equal(rewards.scores, 2.0 * EXACT + LEARNED)
     assert not torch.equal(rewards.scores, rewards.total)
+    for name, given in {"exact_match": EXACT, "learned": LEARNED}.items():
+        assert torch.equal(rewards.components[name], given)
 
 
 def test_normalised_rewards_have_mean_zero_and_one_deviation():

@@ -14,7 +14,7 @@ from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.online_dpo import OnlineDPO
-from lit_rlkv.types import Rewards, TrainBatch
+from lit_rlkv.types import TrainBatch
 from tests.hand_built import (
     ARMS,
     gradients_of,
@@ -24,6 +24,7 @@ from tests.hand_built import (
     shift,
     steps_of,
     tokens_of,
+    with_rewards,
 )
 from tests.modules.test_grpo import weights_by_definition
 
@@ -55,10 +56,6 @@ def roll_out(arm: str = "shadow", **options) -> tuple[Roles, RolloutDataModule, 
         if "lora_B" in name:
             parameter.data.mul_(2.0)
     return roles, data, experience
-
-
-def with_rewards(experience: Experience, total: list[float]) -> Experience:
-    return replace(experience, rewards=Rewards(torch.tensor(total, dtype=torch.float32), {}))
 
 
 def loss_by_definition(

@@ -72,11 +72,6 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(page):
     assert {link[1:] for link in page.links} <= set(page.ids)
 
 
-def test_runs_of_one_config_have_no_section_of_differences():
-    page = Page(render_comparison({"a": FULL, "b": FULL}, []))
-    assert "Config" not in page.ids
-
-
 @pytest.mark.parametrize(
     ("paths", "names"),
     [

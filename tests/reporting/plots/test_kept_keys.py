@@ -41,21 +41,6 @@ def test_cache_fill_marks_budget_and_slots():
     }
 
 
-def test_cache_fill_averages_only_over_rows_that_still_write():
-    rollout = one_row([[[N, N, N, N, N]]], n_pad=0)
-    ends_early = torch.tensor([[True, True, True, False, False]])
-    both = Rollout(
-        input_ids=rollout.input_ids.repeat(2, 1),
-        attention_mask=torch.cat([rollout.attention_mask, ends_early]),
-        response_mask=torch.cat([rollout.response_mask, rollout.response_mask & ends_early]),
-        rollout_logps=torch.zeros(2, 5),
-        evicted_at=torch.cat([rollout.evicted_at, torch.where(ends_early, N, 0).int()[:, None, None]]),
-        kv_bytes=0,
-    )
-    # queries of the long row are columns 0 to 3, of the short one 0 and 1: its idle columns do not count
-    assert list(line(kept_keys.cache_fill(fill_record(both)), "cached, mean").get_ydata()) == [1, 2, 3, 4]
-
-
 def drawn_lifetimes(rollout, row=0, token_labels=None):
     return kept_keys.key_lifetimes(lifetimes_record(rollout, row, token_labels))
 
@@ -144,19 +129,6 @@ def test_lifetimes_run_from_birth_to_eviction_without_the_padding():
     assert [bar[3] == blue() for bar in bars(second)] == [False, False, True, True]
 
 
-def test_lifetimes_mark_where_the_response_begins():
-    axes = drawn_lifetimes(TWO_HEADS, row=0).axes[0]
-    (border,) = (found for found in axes.lines if found.get_label() == "response begins")
-    assert list(border.get_xdata()) == [2, 2]
-
-
-def test_many_layers_and_heads_are_thinned_evenly():
-    evicted_at = torch.full((10, 7, 6), N)
-    titles = [axes.get_title(loc="left") for axes in drawn_lifetimes(one_row(evicted_at), 0).axes]
-    assert titles[:4] == [f"layer 0 · head {head}" for head in (0, 2, 4, 6)]
-    assert titles[::4] == [f"layer {layer} · head 0" for layer in (0, 3, 6, 9)]
-
-
 def test_tokens_are_written_beside_short_sequences_only():
     texts = drawn_lifetimes(TWO_HEADS, 0, list("1+2=3")).axes[0].get_yticklabels()
     assert [text.get_text() for text in texts] == ["1", "+", "2", "="]
@@ -196,3 +168,18 @@ def test_the_record_of_a_rollout_is_of_its_longest_sequence_and_survives_json():
     assert lifetimes["labels"] == ["7", "8", "9", "10"]  # tokens of the second row, without padding
     # columns are numbered from the first token, which is column 1; NEVER is None
     assert lifetimes["evicted_at"] == [[[None, 3, None, None], [3, 3, None, None]]]
+
+
+def test_cache_fill_averages_only_over_rows_that_still_write():
+    rollout = one_row([[[N, N, N, N, N]]], n_pad=0)
+    ends_early = torch.tensor([[True, True, True, False, False]])
+    both = Rollout(
+        input_ids=rollout.input_ids.repeat(2, 1),
+        attention_mask=torch.cat([rollout.attention_mask, ends_early]),
+        response_mask=torch.cat([rollout.response_mask, rollout.response_mask & ends_early]),
+        rollout_logps=torch.zeros(2, 5),
+        evicted_at=torch.cat([rollout.evicted_at, torch.where(ends_early, N, 0).int()[:, None, None]]),
+        kv_bytes=0,
+    )
+    # queries of the long row are columns 0 to 3, of the short one 0 and 1: its idle columns do not count
+    assert list(line(kept_keys.cache_fill(fill_record(both)), "cached, mean").get_ydata()) == [1, 2, 3, 4]
