@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from lightning.fabric import Fabric
@@ -13,6 +14,7 @@ from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
+from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
@@ -126,6 +128,21 @@ def tokens_of(rollout: Rollout) -> list[tuple[int, ...]]:
     return [tuple(input_ids[attention_mask].tolist()) for input_ids, attention_mask in rows]
 
 
+def one_row(evicted_at, n_pad: int = 1, n_prompt: int = 2) -> Rollout:
+    """A rollout of one row: padding, prompt, and actions up to the last column of evicted_at."""
+    table = torch.as_tensor(evicted_at, dtype=torch.int32)[None]
+    seq = table.shape[-1]
+    attention_mask = torch.arange(seq)[None] >= n_pad
+    response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
+    table = table.masked_fill(~attention_mask[:, None, None], 0)
+    return Rollout(torch.zeros(1, seq).long(), attention_mask, response_mask, torch.zeros(1, seq), table, 0)
+
+
+def with_rewards(experience: Experience, total: list[float]) -> Experience:
+    rewards = replace(experience.rewards, total=torch.tensor(total, dtype=torch.float32))
+    return replace(experience, rewards=rewards)
+
+
 TRUNCATED = {"top_k": 12, "top_p": 0.9}
 """Options of a rollout whose sampler chooses from small sets of tokens."""
 
@@ -141,6 +158,19 @@ def over_sets(logits: Tensor, rollout: Rollout) -> Tensor:
         is_kept[row, ids.long()] = True
     assert not is_kept.all()
     return logits.masked_fill(~is_kept, -torch.inf)
+
+
+def plain_logits(backbone: PreTrainedModel, rollout: Rollout, evicted_at: Tensor) -> Tensor:
+    """Return logits [response token, vocab] by one plain forward, -inf for what was not sampled from."""
+    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    logits = backbone(
+        input_ids=rollout.input_ids,
+        position_ids=positions,
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        evicted_at=evicted_at,
+        use_cache=False,
+    ).logits
+    return over_sets(logits[:, :-1][rollout.response_mask[:, 1:]], rollout)
 
 
 @contextmanager

@@ -4,60 +4,10 @@ import re
 import tomllib
 from pathlib import Path
 
-import jsonschema
 import yaml
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAMES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "anyOf": [{"required": ["name"]}, {"required": ["family-names", "given-names"]}],
-    },
-}
-URL = {"type": "string", "pattern": "^https://"}
-TEXT = {"type": "string", "minLength": 1}
-CFF = {
-    "type": "object",
-    "required": ["cff-version", "message", "title", "authors"],
-    "additionalProperties": False,
-    "properties": {
-        "cff-version": {"const": "1.2.0"},
-        "type": {"const": "software"},
-        "version": TEXT,
-        "date-released": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d$"},
-        "keywords": {"type": "array", "items": TEXT, "uniqueItems": True},
-        "references": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["authors", "title", "type"],
-                "additionalProperties": False,
-                "properties": {
-                    "authors": NAMES,
-                    "type": {"const": "article"},
-                    "identifiers": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "value"],
-                            "properties": {"type": {"enum": ["doi", "url", "swh", "other"]}, "value": TEXT},
-                        },
-                    },
-                    "url": URL,
-                    "year": {"type": "string", "pattern": r"^\d{4}$"},
-                    **dict.fromkeys(("title", "notes"), TEXT),
-                },
-            },
-        },
-        "authors": NAMES,
-        **dict.fromkeys(("url", "repository-code"), URL),
-        **dict.fromkeys(("message", "title", "abstract", "license"), TEXT),
-    },
-}
-"""The part of the Citation File Format's schema (1.2.0) that the file uses."""
 
 
 def citation():
@@ -72,9 +22,13 @@ def release():
     return headings[1]
 
 
-def test_the_citation_follows_its_format_and_names_both_papers():
-    jsonschema.validate(citation(), CFF)
-    cited = [reference["url"].rpartition("/")[2] for reference in citation()["references"]]
+def test_the_citation_has_what_its_format_asks_for_and_names_both_papers():
+    found = citation()
+    assert found["cff-version"] == "1.2.0"
+    for work in (found, *found["references"]):
+        assert work["title"]
+        assert all(one.get("name") or one["family-names"] for one in work["authors"])
+    cited = [reference["url"].rpartition("/")[2] for reference in found["references"]]
     assert cited == ["2605.06850", "2309.00754"]
 
 

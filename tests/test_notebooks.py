@@ -136,39 +136,17 @@ def test_files_that_a_notebook_links_to_exist(path):
         assert (path.parent / target).exists(), target
 
 
-def image(*, n_bytes: int = 100, **shown_as: str | int) -> NotebookNode:
-    """Return an output with a PNG 400 pixels wide, by its header, and metadata of a good image."""
-    png = bytes(16) + (400).to_bytes(4) + bytes(n_bytes - 20)
-    metadata = {"image/png": {"alt": "A curve.", "width": 200} | shown_as}
-    data = {"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure>"}
-    return new_output("display_data", data=data, metadata=metadata)
+def test_alt_texts_come_from_comments_one_for_each_image():
+    def drawn():
+        return new_output("display_data", data={"image/png": ""}, metadata={"image/png": {}})
 
-
-def stream(text: str, name: str = "stdout") -> NotebookNode:
-    return new_output("stream", name=name, text=text)
-
-
-def test_alt_texts_come_from_comments_in_the_order_of_the_images():
-    first, second = image(alt=""), image(alt="")
-    source = (
-        "# alt: A curve\n#   that rises.\ndraw()\nif True:\n    # alt: Bars.\n    # no alt text\n    draw()"
-    )
-    add_alt_texts(new_code_cell(source, outputs=[first, stream("between"), second]))
-    assert [output.metadata["image/png"] for output in (first, second)] == [
-        {"alt": "A curve that rises.", "width": 200},
-        {"alt": "Bars.", "width": 200},
-    ]
-
-
-@pytest.mark.parametrize("source", ["draw()", "# alt: One.\n# alt: Two.\ndraw()"])
-def test_a_cell_must_have_one_alt_text_per_image(source):
-    with pytest.raises(ValueError, match="must have one '# alt:"):
-        add_alt_texts(new_code_cell(source, outputs=[image()]))
-
-
-def test_a_cell_that_fails_stops_the_run(tmp_path):
-    with pytest.raises(Exception, match="ZeroDivisionError"):
-        run(new_notebook(cells=[new_code_cell("1 / 0")]), tmp_path, is_small=True)
+    first, second = drawn(), drawn()
+    source = "# alt: A curve\n#   that rises.\ndraw()\n# alt: Bars.\n# no alt text\ndraw()"
+    add_alt_texts(new_code_cell(source, outputs=[first, second]))
+    alts = [output.metadata["image/png"]["alt"] for output in (first, second)]
+    assert alts == ["A curve that rises.", "Bars."]
+    with pytest.raises(ValueError, match="# alt:"):
+        add_alt_texts(new_code_cell(source, outputs=[drawn()]))
 
 
 def test_a_notebook_gets_its_size_from_the_environment_and_runs_in_its_folder(tmp_path):

@@ -30,6 +30,16 @@ ALGORITHMS = {
 }
 
 
+def measured(diagnostic, roles, experience, arm="shadow"):
+    """Return the scalars and arrays that a diagnostic finds in a rollout, as the loop would ask for them."""
+    diagnostic.on_fit_start(None, make_module(roles, replays=ARMS[arm].replays))
+    diagnostic.on_rollout_end(experience)
+    metrics: dict[str, float] = {}
+    diagnostic.on_iteration_end(1, 1, metrics)
+    assert metrics.pop(f"time/diagnostics/{diagnostic.name}") > 0
+    return metrics, diagnostic.arrays
+
+
 def trained(
     diagnostics,
     make=make_module,

@@ -6,9 +6,9 @@ import torch
 
 from lit_rlkv.callbacks.cache_statistics import CacheStatistics
 from lit_rlkv.diagnostics.evictions import lifetimes, retained_fraction
-from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.types import NEVER
-from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
+from tests.callbacks.measuring import measured
+from tests.hand_built import ARMS, make_datamodule, make_roles, shift
 
 TRIVIAL = {
     "kv/retained": 1.0,
@@ -23,17 +23,6 @@ TRIVIAL = {
 }
 
 
-def measured(roles, experience, **options):
-    """The scalars and arrays that the diagnostic finds, as the loop would ask for them."""
-    diagnostic = CacheStatistics(**options)
-    diagnostic.on_fit_start(None, make_module(roles))
-    diagnostic.on_rollout_end(experience)
-    metrics: dict[str, float] = {}
-    diagnostic.on_iteration_end(1, 1, metrics)
-    assert metrics.pop("time/diagnostics/cache") > 0
-    return metrics, diagnostic.arrays
-
-
 def roll_out(arm="shadow", layout="hydra"):
     roles = shift(make_roles(layout), std=0.3)
     return roles, make_datamodule(roles, correction=ARMS[arm], rollout={"max_new_tokens": 20}).collect()
@@ -41,8 +30,8 @@ def roll_out(arm="shadow", layout="hydra"):
 
 def test_counts_are_of_the_whole_rollout_and_attention_of_some_rows():
     roles, experience = roll_out()
-    few, _ = measured(roles, experience, n_rows=2)
-    every, _ = measured(roles, experience, n_rows=99)
+    few, _ = measured(CacheStatistics(n_rows=2), roles, experience)
+    every, _ = measured(CacheStatistics(n_rows=99), roles, experience)
     assert (
         few["kv/retained"] == every["kv/retained"] == float(retained_fraction(experience.rollout)[0].mean())
     )
@@ -53,7 +42,7 @@ def test_counts_are_of_the_whole_rollout_and_attention_of_some_rows():
 
 def test_what_is_kept_and_what_is_lost_make_up_all_attention():
     roles, experience = roll_out()
-    found, arrays = measured(roles, experience)
+    found, arrays = measured(CacheStatistics(), roles, experience)
     assert found["kv/attention_kept"] + found["kv/attention_on_dead"] == pytest.approx(1.0)
     assert 0 < found["kv/attention_kept_p05"] < found["kv/attention_kept"] < 1
     assert 0 < found["kv/dead_key_on_top"] < found["kv/needs_dead_key"] < 1
@@ -65,17 +54,11 @@ def test_what_is_kept_and_what_is_lost_make_up_all_attention():
     json.dumps(arrays, allow_nan=False)
 
 
-def test_a_higher_bar_is_needed_by_fewer_queries():
-    roles, experience = roll_out()
-    shares = [measured(roles, experience, needed=bar)[0]["kv/needs_dead_key"] for bar in (0.05, 0.3, 0.9)]
-    assert shares[0] > shares[1] > shares[2]
-
-
 def test_without_evictions_everything_is_retained_and_no_forward_is_run():
     roles, experience = roll_out("dense")
     calls = []
     roles.backbone("policy").base_model.register_forward_hook(lambda *call: calls.append(call))
-    found, arrays = measured(roles, experience)
+    found, arrays = measured(CacheStatistics(), roles, experience)
     assert found == TRIVIAL
     assert arrays == {}
     assert calls == []
@@ -83,7 +66,9 @@ def test_without_evictions_everything_is_retained_and_no_forward_is_run():
     rollout = experience.rollout
     evicted_at = rollout.evicted_at.clone()
     evicted_at[0, 0, 0, int(rollout.attention_mask[0].int().argmax())] = rollout.input_ids.shape[1] - 3
-    found, _ = measured(roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at)))
+    found, _ = measured(
+        CacheStatistics(), roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at))
+    )
     assert len(calls) == 1
     assert 0.9 < found["kv/attention_kept"] < 1
 
@@ -97,36 +82,20 @@ def test_evicting_all_keys_leaves_a_query_its_own_key():
         .expand_as(rollout.evicted_at)
         .contiguous()
     )
-    found, _ = measured(roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at)))
+    found, _ = measured(
+        CacheStatistics(), roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at))
+    )
     assert found["kv/lifetime_mean"] == found["kv/lifetime_median"] == 1
     assert found["kv/attention_kept"] < 0.3
     assert found["kv/dead_key_on_top"] > 0.7
     assert (rollout.evicted_at != NEVER).any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_is_measured_with_the_policys_adapter_in_every_layout(layout):
-    roles, experience = roll_out(layout=layout)
-    found, _ = measured(roles, experience)
-    for name, parameter in roles.named_parameters():
-        parameter.data.zero_() if "lora_B" in name else None
-    # It was the policy's adapter that was asked, where it has one, and not the bare backbone.
-    is_same = measured(roles, experience)[0] == found
-    assert is_same == (roles.layout.adapter["policy"] is None)
-
-
-@pytest.mark.parametrize("options", [{"n_rows": 0}, {"every": 0}, {"needed": 0.0}, {"needed": 1.0}])
-def test_options_that_measure_nothing_are_refused(options):
-    ((option, value),) = options.items()
-    with pytest.raises(ValueError, match=rf"diagnostics\.cache\.{option}.*{value}"):
-        CacheStatistics(**options)
-
-
 def test_bf16_attention_is_that_of_float32_but_for_rounding():
     roles, experience = roll_out()
-    exact, _ = measured(roles, experience)
+    exact, _ = measured(CacheStatistics(), roles, experience)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, _ = measured(roles, experience)
+        rounded, _ = measured(CacheStatistics(), roles, experience)
     assert rounded["kv/attention_kept"] == pytest.approx(exact["kv/attention_kept"], abs=0.02)
     assert rounded["kv/attention_kept"] != exact["kv/attention_kept"]
 
@@ -134,7 +103,7 @@ def test_bf16_attention_is_that_of_float32_but_for_rounding():
 @pytest.mark.gpu
 def test_a_gpu_finds_what_a_cpu_finds():
     roles, experience = roll_out()
-    expected, _ = measured(roles, experience)
+    expected, _ = measured(CacheStatistics(), roles, experience)
     on_gpu = replace(experience, rollout=experience.rollout.to("cuda"))
-    found, _ = measured(roles.to("cuda"), on_gpu)
+    found, _ = measured(CacheStatistics(), roles.to("cuda"), on_gpu)
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)

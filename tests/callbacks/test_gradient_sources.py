@@ -104,11 +104,3 @@ def test_preference_pairs_leave_nothing_to_rewards():
     assert found["gradient/sources/rewards"] == 0
     assert abs(found["gradient/sources/reweighting"]) > 1e-6
     assert sources("shadow", "online_dpo")["gradient/sources/reweighting"] == 0
-
-
-@pytest.mark.usefixtures("_as_users_run_it")
-def test_a_correction_that_does_not_exist_is_refused():
-    with pytest.raises(
-        ValueError, match="counterfactual='ppo' is unknown; choose one of tis, mis, sparse_rl"
-    ):
-        GradientSources(every=1, counterfactual="ppo")

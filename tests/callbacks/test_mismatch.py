@@ -9,23 +9,13 @@ from lit_rlkv.callbacks.rollout_statistics import rollout_statistics
 from lit_rlkv.diagnostics.distributions import layer_kls, view_overlap
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.layouts import LAYOUTS
+from tests.callbacks.measuring import measured
 from tests.hand_built import ARMS, counted_forwards, make_datamodule, make_module, make_roles, shift
 
 DENSE_NAMES = (
     "kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "training_log_ppl", "log_ppl_diff",
     "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio",
 )  # fmt: skip
-
-
-def measured(diagnostic, roles, experience, arm="shadow"):
-    """The scalars and arrays that a diagnostic finds, as the loop would ask for them."""
-    diagnostic.on_fit_start(None, make_module(roles, replays=ARMS[arm].replays))
-    diagnostic.on_rollout_end(experience)
-    metrics: dict[str, float] = {}
-    diagnostic.on_iteration_end(1, 1, metrics)
-    assert metrics.pop(f"time/diagnostics/{diagnostic.name}") > 0
-    return metrics, diagnostic.arrays
 
 
 def roll_out(arm="shadow", layout="hydra", **options):
@@ -119,62 +109,27 @@ def test_layers_have_a_number_each_and_one_together():
     assert arrays["all_layers_kl"] == found["kv/layer_kl/all"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
-def test_the_policy_is_measured_in_every_layout(layout, make):
-    roles, experience = roll_out(layout=layout)
-    found, _ = measured(make(), roles, experience)
-    assert max(found.get("kv/dense_k3_kl", 0), found.get("kv/layer_kl/all", 0)) > 1e-4
-    for name, parameter in roles.named_parameters():
-        parameter.data.zero_() if "lora_B" in name else None
-    # It was the policy's adapter that was measured, where it has one, and not the bare backbone.
-    is_same = measured(make(), roles, experience)[0] == found
-    assert is_same == (roles.layout.adapter["policy"] is None)
-
-
-def test_it_measures_at_its_interval():
-    roles, experience = roll_out()
-    diagnostic = DenseMismatch(every=3)
-    diagnostic.on_fit_start(None, make_module(roles))
-    found = []
-    for iteration in range(4):
-        object.__setattr__(experience, "iteration", iteration)
-        metrics: dict[str, float] = {}
-        diagnostic.on_rollout_end(experience)
-        diagnostic.on_iteration_end(iteration + 1, 4, metrics)
-        found.append("kv/overlap_p05" in metrics)
-    assert found == [True, False, False, True]
-
-
-def found_at(diagnostic, temperature):
-    """Return the measurement of one rollout at a temperature."""
+def test_all_measurements_are_at_the_temperature_that_sampled():
     roles = shift(make_roles(), std=0.1)
     experience = make_datamodule(roles, rollout={"temperature": 0.7}).collect()
-    module = make_module(roles)
-    module.temperature = temperature
-    diagnostic.on_fit_start(None, module)
-    diagnostic.on_rollout_end(experience)
-    return diagnostic.scalars, roles, experience.rollout
-
-
-def test_log_probs_and_overlaps_are_those_of_the_temperature_that_sampled():
-    found, roles, rollout = found_at(DenseMismatch(), 0.7)
-    response_mask = rollout.response_mask
+    rollout, module, found = experience.rollout, make_module(roles), {}
+    module.temperature = 0.7
+    for diagnostic in (DenseMismatch(), LayerMismatch(n_rows=99)):
+        diagnostic.on_fit_start(None, module)
+        diagnostic.on_rollout_end(experience)
+        found |= diagnostic.scalars
     for temperature, is_right in ((0.7, True), (1.0, False)):
         dense = score_rollout(roles, rollout, {"policy": False}, temperature=temperature)["policy"]
-        kl = float((rollout.rollout_logps - dense)[response_mask].mean())
         with acting_as(roles, "policy") as backbone:
-            overlap = float(view_overlap(backbone, rollout, temperature)[response_mask].mean())
-        assert (abs(found["kv/dense_kl"] - kl) < 1e-5) == is_right
-        assert (abs(found["kv/overlap_mean"] - overlap) < 1e-5) == is_right
-
-
-def test_layers_are_compared_at_the_temperature_that_sampled():
-    found, roles, rollout = found_at(LayerMismatch(n_rows=99), 0.7)
-    for temperature, is_right in ((0.7, True), (1.0, False)):
-        with acting_as(roles, "policy") as backbone:
+            overlap = view_overlap(backbone, rollout, temperature)
             kls = layer_kls(backbone, rollout, temperature).mean(dim=1)
-        assert (abs(found["kv/layer_kl/0"] - float(kls[0])) < 1e-5) == is_right
+        expected = {
+            "kv/dense_kl": (rollout.rollout_logps - dense)[rollout.response_mask].mean(),
+            "kv/overlap_mean": overlap[rollout.response_mask].mean(),
+            "kv/layer_kl/0": kls[0],
+        }
+        for name, value in expected.items():
+            assert (abs(found[name] - float(value)) < 1e-5) == is_right, name
 
 
 @pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
@@ -191,35 +146,3 @@ def test_without_evictions_no_forward_is_run(make):
     with counted_forwards(roles) as forwards:
         measured(make(), roles, experience)
     assert forwards != []
-
-
-@pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize("n_rows", [5.5, "abc", None, True])
-@pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
-def test_a_number_of_rows_is_a_whole_one(make, n_rows):
-    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.n_rows must be a whole number"):
-        make(n_rows=n_rows)
-
-
-@pytest.mark.parametrize("options", [{"n_rows": 0}, {"tokens_per_pass": 0}, {"every": 0}])
-@pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
-def test_options_that_measure_nothing_are_refused(make, options):
-    (option,) = options
-    with pytest.raises(ValueError, match=rf"diagnostics\.{make.name}\.{option}.*\b0"):
-        make(**options)
-
-
-@pytest.mark.parametrize("make", [DenseMismatch, LayerMismatch])
-def test_nothing_is_drawn_written_or_left_behind(make):
-    roles, experience = roll_out()
-    before = {name: p.detach().clone() for name, p in roles.named_parameters()}
-    rollout = {
-        name: value.clone()
-        for name, value in vars(experience.rollout).items()
-        if isinstance(value, torch.Tensor)
-    }
-    state = torch.get_rng_state()
-    measured(make(), roles, experience)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in roles.named_parameters())
-    assert all(torch.equal(getattr(experience.rollout, name), value) for name, value in rollout.items())

@@ -7,7 +7,7 @@ from lit_rlkv.callbacks import performance
 from lit_rlkv.callbacks.performance import Performance
 from lit_rlkv.diagnostics.flops import flop_costs, rollout_work
 from lit_rlkv.models.hydra import acting_as
-from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
+from tests.callbacks.measuring import assert_same_training, trained
 from tests.hand_built import DigitsAreGood, make_datamodule, make_module, make_roles, shift
 
 TERA = 1e12
@@ -136,19 +136,6 @@ def test_a_data_module_that_announces_no_phases_is_noticed():
     roles, diagnostic = started()
     with pytest.raises(ValueError, match=r"saw no rollout phase.*; give RolloutDataModule callbacks="):
         diagnostic.on_rollout_end(make_datamodule(roles).collect())
-
-
-@pytest.mark.parametrize("peak", [0, -1.0])
-def test_a_peak_that_is_no_speed_is_refused(peak):
-    with pytest.raises(ValueError, match=r"diagnostics\.performance\.peak_flops must be a number above 0"):
-        Performance(peak_flops=peak)
-
-
-@pytest.mark.parametrize("layout", ["ppo", "lora_ppo", "dynamic_lora", "j_hydra", "hydra"])
-def test_every_layout_is_measured(layout):
-    (_, row), *_ = trained([Performance()], layout=layout, **ALGORITHMS["ppo"])
-    assert row["perf/tflops/rollout"] > 0
-    assert row["perf/tflops/update"] > 0
 
 
 @pytest.mark.gpu

@@ -26,27 +26,26 @@ def watched(experiences, caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_equal_rewards_of_the_first_iterations_are_warned_of_once(experience, caplog):
+@pytest.mark.parametrize(
+    ("reward", "reads_all_forms", "says"),
+    [(0.0, False, "reward=math"), (0.0, True, "task.system_prompt"), (1.0, False, "harder task")],
+)
+def test_equal_rewards_of_the_first_iterations_are_warned_of_once(
+    experience, caplog, reward, reads_all_forms, says
+):
+    watch = RewardWatch(reads_all_forms=reads_all_forms)
     has_eos = torch.arange(len(experience.completions)) % 4 > 0
-    (said,) = watched([with_rewards(experience, 0.0, has_eos=has_eos)] * (N_ITERATIONS + 3), caplog)
-    assert f"all responses of the first {N_ITERATIONS} iterations have the reward 0" in said
-    assert "25% of them were cut at rollout.max_new_tokens" in said
-    assert "task.system_prompt" in said
-    assert "\n" not in said
-
-
-def test_a_reward_of_one_everywhere_has_other_advice(experience, caplog):
-    (said,) = watched([with_rewards(experience, 1.0)] * N_ITERATIONS, caplog)
-    assert "choose a harder task" in said
-
-
-def test_normalised_rewards_are_told_as_they_were(experience, caplog):
-    normalised = with_rewards(experience, 0.0)
-    before = torch.ones_like(normalised.rewards.total)
-    normalised = replace(normalised, rewards=replace(normalised.rewards, weighted=before))
-    (said,) = watched([normalised] * N_ITERATIONS, caplog)
-    assert "have the reward 1, so" in said
-    assert "choose a harder task" in said
+    equal = with_rewards(experience, 0.0, has_eos=has_eos)
+    # Rewards are told as they were before normalisation, which makes all of them 0.
+    before = torch.full_like(equal.rewards.total, reward)
+    equal = replace(equal, rewards=replace(equal.rewards, weighted=before))
+    for _ in range(N_ITERATIONS + 3):
+        watch.on_rollout_end(equal)
+    assert len(caplog.records) == 1
+    assert f"{reward:g}" in caplog.text
+    assert says in caplog.text
+    assert ("25%" in caplog.text) == (reward == 0)
+    assert ("reward=math" in caplog.text) == (reward == 0 and not reads_all_forms)
 
 
 @pytest.mark.parametrize("place", range(N_ITERATIONS))

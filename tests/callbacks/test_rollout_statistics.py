@@ -159,25 +159,6 @@ def test_kl_to_the_reference_is_per_response_whatever_their_lengths():
     assert float(found) == pytest.approx(18 * 0.5 / 16)
 
 
-VERL_NAMES = {
-    "kl", "k3_kl", "chi2_token", "chi2_seq", "training_ppl", "training_log_ppl", "rollout_ppl",
-    "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min",
-    "ppl_ratio", "rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min",
-    "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low",
-    "rollout_is_seq_mean", "rollout_is_seq_std", "rollout_is_seq_max", "rollout_is_seq_min",
-    "rollout_is_seq_max_deviation", "rollout_is_seq_fraction_high", "rollout_is_seq_fraction_low",
-    "rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction", "rollout_rs_masked_fraction",
-    "rollout_rs_seq_masked_fraction",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("arm", ["shadow", "mis"])
-def test_every_training_method_logs_the_names_of_verl(arm):
-    found = rollout_statistics(make_datamodule(make_roles(), correction=ARMS[arm]).collect())
-    prefix = "rollout_corr/"
-    assert {name.removeprefix(prefix) for name in found if name.startswith(prefix)} == VERL_NAMES
-
-
 def test_tokens_rejected_by_the_runs_correction_are_counted():
     narrow = Correction(samples_dense=False, replays=False, weight_fn=partial(masked, low=0.98, high=1.02))
     experience = make_datamodule(shift(make_roles(), std=0.1), correction=narrow).collect()

@@ -7,7 +7,6 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
 
 from lit_rlkv.config import CONF_DIR
-from tests.config.asking import asked
 
 TASKS = ["gsm8k", "word_problems", "dataset"]
 REWARDS = ["command", "endpoint", "math", "numeric", "python"]
@@ -42,10 +41,3 @@ def test_declared_options_are_the_defaults(compose_only):
             takes = inspect.signature(get_object(node._target_)).parameters
             for option in ("timeout_s", "n_workers", "retries", "float_rounding", "group"):
                 assert option not in takes or node[option] == takes[option].default, (reward, name, option)
-
-
-def test_they_are_set_by_their_names():
-    cfg = asked(
-        "task=word_problems", "reward=numeric", "task.split=train", "reward.functions.format.retries=1"
-    )
-    assert cfg.reward.functions.format.retries == 1

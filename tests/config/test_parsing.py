@@ -29,6 +29,7 @@ MISTAKES = [
     (["task.n_terms=2.5"], "task.n_terms must be a whole number, got 2.5"),
     (["distillation.anchor_weight=abc"], "distillation.anchor_weight must be a number, got abc"),
     (["algorithm.kl.weight=0.1", "algorithm.kl.target=abc"], "algorithm.kl.target"),
+    (["algorithm.kl.weight=0.1", "algorithm.kl.estimator=k1"], "estimator=k1"),
     (["algorithm.kl.bias_correction=true", "algorithm.kl.estimator=k2"], "algorithm.kl.bias_correction=true"),
     (["algorithm.kl.bias_correction=true", "algorithm.kl.place=reward"], "algorithm.kl.bias_correction=true"),
     (["algorithm.entropy_coef=-1"], "algorithm.entropy_coef"),

@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import CONF_DIR, build
-from lit_rlkv.experience.group_baselines import batch_std
-from lit_rlkv.experience.score import ENTROPY
-from lit_rlkv.kvcache import POLICIES
+from lit_rlkv.config import CONF_DIR
 from tests.config.asking import asked
 from tests.tiers import short_tier
 
@@ -69,36 +66,6 @@ def test_the_names_of_the_command_line_stay():
     ]
     assert missing == []
     assert {"experiment", "debug"} <= set(GROUPS)
-
-
-@pytest.mark.parametrize("policy", [*POLICIES])
-def test_every_eviction_policy_is_an_option(policy):
-    assert asked(f"cache.policy={policy}").cache.policy == policy
-
-
-def test_the_default_passes_every_check():
-    cfg = asked()
-    assert cfg.correction.replays
-    assert cfg.distillation.direction == "sparse_student"
-
-
-def test_distillation_can_be_left_out_or_turned_around_alone():
-    assert asked("distillation=none").distillation is None
-    dense_student = asked("distillation=dense_student").distillation
-    assert (dense_student.direction, dense_student.weight, dense_student.anchor_weight) == (
-        "dense_student",
-        0.1,
-        0.0,
-    )
-
-
-def test_options_of_the_group_advantage_reach_it():
-    options = ("algorithm.advantage.estimator=batch_std", "algorithm.advantage.top_entropy_quantile=0.2")
-    advantage = build(asked(*options).algorithm.advantage)
-    assert (advantage.estimate, advantage.top_entropy_quantile) == (batch_std, 0.2)
-    assert advantage.statistics == (ENTROPY,)
-    default = build(asked().algorithm.advantage)
-    assert (default.top_entropy_quantile, default.statistics) == (1.0, ())
 
 
 def test_experiments_name_their_own_command():

@@ -68,7 +68,7 @@ NUMBERS = [key for key, _, _ in numeric_keys(Config) if key != SWITCHED_OFF]
 def test_every_number_of_a_run_is_refused_out_of_its_range(default, key):
     kind, declared = next(found[1:] for found in numeric_keys(Config) if found[0] == key)
     is_list = get_origin(kind) is tuple
-    for value in (*NOT_FINITE, *outside(kind, declared)):
+    for value in (*NOT_FINITE, True, "12a", *outside(kind, declared)):
         changed = default.copy()
         OmegaConf.update(changed, key, [value] if is_list else value)
         with pytest.raises(ConfigError) as caught:
@@ -171,14 +171,10 @@ def test_the_constructor_of_a_loss_refuses_what_a_config_does(name, value):
 def test_a_temperature_is_refused_that_gives_no_distribution(temperature):
     model, options = tiny_model(), {"cache": CacheSpec.dense(), "max_new_tokens": 1, "pad_token_id": 0}
     prompt = torch.ones(1, 2, dtype=torch.long)
-    with pytest.raises(
-        ValueError, match=r"temperature must be a number of at least 1e-06 and at most 1000000"
-    ):
+    with pytest.raises(ValueError, match="temperature must be"):
         generate(model, prompt, prompt, eos_token_id=1, temperature=temperature, **options)
     rollout = generate(model, prompt, prompt, eos_token_id=1, **options)
-    with pytest.raises(
-        ValueError, match=r"temperature must be a number of at least 1e-06 and at most 1000000"
-    ):
+    with pytest.raises(ValueError, match="temperature must be"):
         replay_logps(model, rollout, temperature=temperature)
 
 

@@ -76,12 +76,6 @@ def test_a_logger_that_the_run_did_not_have_gets_the_labels_of_the_run(tmp_path)
     assert choices.options["logger"] == "wandb"
 
 
-def test_labels_that_the_user_gave_the_run_stay_if_its_logger_is_chosen_again(tmp_path):
-    folder = leave_run(tmp_path / "run", "logger=wandb", "logger.name=mine")
-    assert labels(resumed(folder, "logger=wandb")[0])[0] == "mine"
-    assert labels(resumed(folder, "logger=wandb", "logger.name=other")[0])[0] == "other"
-
-
 def test_keys_of_the_options_that_the_run_chose_are_still_known(tmp_path):
     folder = leave_run(tmp_path / "run", "reward=python", "reward.functions.custom.path=f.py:g")
     given = command_line(f"resume={folder}")[1]

@@ -69,16 +69,11 @@ def test_imports_of_a_trusted_module_stay_refused(target):
         build(node(target))
 
 
-def test_the_key_counts_on_the_command_line_and_is_not_in_the_config():
-    cfg, _ = compose_arguments("config", ["trusted_modules=[ownmodule]"])
+@pytest.mark.parametrize("program", ["config", "evaluate", "export"])
+def test_every_program_has_the_key_and_does_not_keep_it(program):
+    cfg, _ = compose_arguments(program, ["trusted_modules=[ownmodule]"])
     assert trusted_modules() == ("ownmodule",)
     assert "trusted_modules" not in cfg
-
-
-@pytest.mark.parametrize("program", ["config", "evaluate", "export"])
-def test_every_program_has_the_key(program):
-    compose_arguments(program, ["trusted_modules=[ownmodule]"])
-    assert trusted_modules() == ("ownmodule",)
 
 
 def test_the_key_in_a_config_file_grants_nothing():
@@ -173,11 +168,6 @@ def test_other_groups_private_classes_methods_and_helpers_cannot_be_named(group,
         check_targets({group: {"_target_": target}})
     with pytest.raises(ConfigError, match="unexpected 'nope'"):  # the control: a class of the group
         check_targets({"task": {"_target_": "lit_rlkv.tasks.ChainSum", "nope": 1}})
-
-
-def test_the_key_that_the_error_names_is_read_by_the_command_line():
-    compose_arguments("config", ["trusted_modules=['a/rewards.py','sh score.sh']"])
-    check_saved_code(FUNCTIONS)
 
 
 @pytest.mark.parametrize("key", ["_args_", "_recursive_", "_convert_"])

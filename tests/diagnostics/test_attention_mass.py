@@ -136,13 +136,6 @@ def test_the_comparison_notices_a_wrong_table(changed):
     assert gap > 1e-3 > 100 * CLOSE["atol"]
 
 
-def test_a_probe_changes_nothing():
-    model = tiny_model()
-    rollout = sampled(model)
-    watched = probed(model, rollout, EvictedAttention(rollout, needed=0.1))
-    assert torch.equal(watched, probed(model, rollout, None))
-
-
 def test_a_probe_sees_the_same_where_triton_attends():
     rollout = sampled(tiny_model()).to(DEVICE)
     model = prepare_backbone(build(tiny_config("llama")).to(DEVICE))  # not the one that all tests share

@@ -16,11 +16,11 @@ NAMES = {
 }
 
 
-def of_parts(values: list[list[float]], sizes: list[int]) -> PartGradients:
+def of_parts(values: list[list[float]], sizes: list[int], shares: list[float] | None = None) -> PartGradients:
     """Parts with one block of parameters, `x`."""
     found = PartGradients()
-    for value, size in zip(values, sizes, strict=True):
-        found.add({"x": torch.tensor(value)}, size)
+    for value, size, share in zip(values, sizes, shares or [None] * len(sizes), strict=True):
+        found.add({"x": torch.tensor(value)}, size, share)
     return found
 
 
@@ -55,10 +55,7 @@ def test_the_spread_of_a_ratio_matches_hand_arithmetic():
     # parts of 1, 1 and 2 prompts bring 1, 3 and 8 of the gradient and 1, 2 and 1 of the denominator, so
     # S = 4 and the ratio is 12 / 4 = 3; left over are 1 − 3, 3 − 6 and 8 − 3, a quarter of each
     # tr Σ / N = (4/1·4 + 4/1·9 + 4/2·25) / 16 / (3 − 1) = 102 / 32
-    found = PartGradients()
-    for value, size, share in ((1.0, 1, 1.0), (3.0, 1, 2.0), (8.0, 2, 1.0)):
-        found.add({"x": torch.tensor([value])}, size, share)
-    spread = spread_of(found)
+    spread = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 2], [1.0, 2.0, 1.0]))
     assert spread.square.item() == pytest.approx(9)
     assert spread.variance.item() == pytest.approx(102 / 32)
     # ratios before a part: 1 and 4/3; contrasts (3 − 2·1)² / (1 + 2²/1) and (8 − 4/3)² / (2 + 1²/2)
@@ -87,21 +84,6 @@ def test_a_large_signal_takes_nothing_from_a_small_scatter():
         shifted.add({"x": value + 1000 * share}, 1, share)  # the ratio is 1000 larger, the rest the same
     expected = spread_of(plain).per_prompt
     torch.testing.assert_close(spread_of(shifted).per_prompt, expected, rtol=1e-3, atol=0)
-
-
-def test_weights_that_ignore_the_sizes_would_give_another_spread():
-    weighted = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 2]))
-    ignored = spread_of(of_parts([[1.0], [3.0], [8.0]], [1, 1, 1]))
-    assert ignored.per_prompt.item() == pytest.approx(13)  # mean 4: (9 + 1 + 16) / 2
-    assert weighted.per_prompt.item() != pytest.approx(13)
-
-
-def test_the_order_of_parts_changes_neither_mean_nor_spread():
-    values, sizes = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), [1, 4, 2, 2, 3]
-    first = spread_of(of_parts(values.tolist(), sizes))
-    other = spread_of(of_parts(values.flip(0).tolist(), sizes[::-1]))
-    torch.testing.assert_close(first.per_prompt, other.per_prompt, rtol=1e-5, atol=0)
-    torch.testing.assert_close(first.square, other.square, rtol=1e-5, atol=0)
 
 
 def test_blocks_add_up_to_the_whole():
@@ -148,32 +130,9 @@ def test_a_parameter_belongs_to_its_layer_or_its_kind_of_module(name: str):
     assert block_of(name, "all") == "all"
 
 
-def sharing(values: list[list[float]], sizes: list[int], shares: list[float]) -> PartGradients:
-    found = PartGradients()
-    for value, size, share in zip(values, sizes, shares, strict=True):
-        found.add({"x": torch.tensor(value)}, size, share)
-    return found
-
-
-def on_a_sharing_rank(fabric: Fabric, *columns: list) -> tuple[float, float]:
+def on_a_rank(fabric: Fabric, *columns: list) -> list[float]:
     mine = slice(fabric.global_rank, None, fabric.world_size)
-    spread = spread_of(sharing(*(column[mine] for column in columns)))
-    return float(spread.per_prompt), float(spread.square)
-
-
-def test_two_ranks_with_shares_of_their_own_equal_one_with_all():
-    values = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).tolist()
-    columns = values, [1, 2, 3, 1, 2, 0, 1], [0.5, 1.0, 4.0, 2.0, 0.3, 0.0, 1.0]
-    expected = spread_of(sharing(*columns))
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
-    per_prompt, square = fabric.launch(on_a_sharing_rank, *columns)
-    assert per_prompt == pytest.approx(float(expected.per_prompt), rel=1e-5)
-    assert square == pytest.approx(float(expected.square), rel=1e-5)
-
-
-def on_a_rank(fabric: Fabric, values: list[list[float]], sizes: list[int]) -> list[float]:
-    mine = slice(fabric.global_rank, None, fabric.world_size)
-    spread = spread_of(of_parts(values[mine], sizes[mine]))
+    spread = spread_of(of_parts(*(column[mine] for column in columns)))
     return [
         float(spread.per_prompt),
         float(spread.square),
@@ -183,17 +142,18 @@ def on_a_rank(fabric: Fabric, values: list[list[float]], sizes: list[int]) -> li
     ]
 
 
-def test_two_ranks_with_parts_of_their_own_equal_one_with_all():
+@pytest.mark.parametrize("shares", [[], [[0.5, 1.0, 4.0, 2.0, 0.3, 0.0, 1.0]]], ids=["of prompts", "own"])
+def test_two_ranks_with_parts_of_their_own_equal_one_with_all(shares):
     values = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).tolist()
-    sizes = [1, 2, 3, 1, 2, 0, 1]
-    expected = spread_of(of_parts(values, sizes))
+    columns = values, [1, 2, 3, 1, 2, 0, 1], *shares
+    expected = spread_of(of_parts(*columns))
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
-    per_prompt, square, n_prompts, n_parts, error = fabric.launch(on_a_rank, values, sizes)
+    per_prompt, square, n_prompts, n_parts, error = fabric.launch(on_a_rank, *columns)
     assert per_prompt == pytest.approx(float(expected.per_prompt), rel=1e-5)
     assert square == pytest.approx(float(expected.square), rel=1e-5)
     assert (n_prompts, n_parts) == (10, 6)
     assert 0 < error < 10 * expected.variance_se
-    alone = spread_of(of_parts(values[::2], sizes[::2]))
+    alone = spread_of(of_parts(*(column[::2] for column in columns)))
     assert float(alone.per_prompt) != pytest.approx(float(expected.per_prompt), rel=1e-2)
 
 
@@ -245,15 +205,3 @@ def test_long_vectors_are_sketched_in_chunks(monkeypatch):
     found = squares(64)
     error = 4 * SQUARE * math.sqrt(2 / 64) / math.sqrt(len(found))
     assert found.mean().item() == pytest.approx(SQUARE, abs=error)
-
-
-def test_nothing_is_drawn_from_the_global_generator():
-    before = torch.get_rng_state()
-    CountSketch(8)("weight", VALUES)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("size", [0, True])
-def test_a_sketch_of_no_number_of_buckets_is_refused(size):
-    with pytest.raises(ValueError, match=f"sketch must be a whole number of at least 1, got {size}"):
-        CountSketch(size)

@@ -12,7 +12,7 @@ from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.types import NEVER
-from tests.hand_built import ARMS, TRUNCATED, make_datamodule, make_roles, over_sets, shift
+from tests.hand_built import ARMS, TRUNCATED, make_datamodule, make_roles, plain_logits, shift
 
 VOCAB = 51
 
@@ -35,18 +35,9 @@ def sampled(request):
 
 
 def log_softmax(backbone, rollout, evicted_at, temperature):
-    """[action, vocab] in float64 by one plain forward, nothing shared with what is tested."""
-    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
+    """[action, vocab] in float64, by a forward that shares nothing with what is tested."""
     with torch.no_grad():
-        logits = backbone(
-            input_ids=rollout.input_ids,
-            position_ids=positions,
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            evicted_at=evicted_at,
-            use_cache=False,
-        ).logits
-    logits = over_sets(logits[:, :-1][rollout.response_mask[:, 1:]], rollout)
-    return (logits.double() / temperature).log_softmax(-1)
+        return (plain_logits(backbone, rollout, evicted_at).double() / temperature).log_softmax(-1)
 
 
 def both_views(backbone, rollout, temperature=1.0):

@@ -16,24 +16,14 @@ from lit_rlkv.diagnostics.evictions import (
     retained_fraction,
 )
 from lit_rlkv.types import NEVER, Rollout
-from tests.hand_built import make_datamodule, make_roles
+from tests.hand_built import make_datamodule, make_roles, one_row
 
 N = NEVER
 
 
-def make_rollout(evicted_at: list[list[list[int]]], n_pad: int, n_prompt: int) -> Rollout:
-    """One sequence: padding, prompt, and actions up to the last column."""
-    table = torch.tensor(evicted_at, dtype=torch.int32)[None]
-    seq = table.shape[-1]
-    attention_mask = torch.arange(seq)[None] >= n_pad
-    response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
-    table = table.masked_fill(~attention_mask[:, None, None], 0)
-    return Rollout(torch.zeros(1, seq).long(), attention_mask, response_mask, torch.zeros(1, seq), table, 0)
-
-
 # A column of padding, tokens in columns 1 to 5, of which 3, 4 and 5 are actions. Queries: columns 2, 3, 4.
 # Head 0 loses the key of column 2 to the query of column 4; head 1 that of 1 to 3, and that of 2 to 4.
-TWO_HEADS = make_rollout([[[0, N, 4, N, N, N], [0, 3, 4, N, N, N]]], n_pad=1, n_prompt=2)
+TWO_HEADS = one_row([[[0, N, 4, N, N, N], [0, 3, 4, N, N, N]]], n_pad=1, n_prompt=2)
 
 
 def test_a_query_stands_one_column_before_the_token_it_predicts():
@@ -55,12 +45,12 @@ def test_a_token_is_affected_once_its_query_misses_a_key_in_any_head():
         affected_fraction(replace(TWO_HEADS, evicted_at=TWO_HEADS.evicted_at[:, :, :1]))
     ) == pytest.approx(1 / 3)
     # What is no token never was a key; a evicted_at after the last query affects nobody.
-    late = make_rollout([[[0, 5, N, N, N, N]]], n_pad=1, n_prompt=2)
+    late = one_row([[[0, 5, N, N, N, N]]], n_pad=1, n_prompt=2)
     assert float(affected_fraction(late)) == 0.0
 
 
 def test_an_eviction_one_query_later_changes_the_lifetime():
-    late = make_rollout([[[0, N, 5, N, N, N], [0, 3, 4, N, N, N]]], n_pad=1, n_prompt=2)
+    late = one_row([[[0, N, 5, N, N, N], [0, 3, 4, N, N, N]]], n_pad=1, n_prompt=2)
     assert lifetimes(late)[0][0, 0].tolist() == [0, 0, 0, 1, 0, 0, 0]
 
 

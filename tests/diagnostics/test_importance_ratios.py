@@ -44,14 +44,6 @@ def test_divergences_match_hand_arithmetic():
     )
 
 
-def test_the_divergence_of_learner_and_sampler_is_not_that_of_sampler_and_learner():
-    there, back = (
-        off_policy(*pair, RESPONSE_MASK)["kl"].item() for pair in ((LEARNER, SAMPLER), (SAMPLER, LEARNER))
-    )
-    assert there == pytest.approx(-back)
-    assert abs(there) > 0.1
-
-
 def test_ratios_match_hand_arithmetic():
     log_ratio = torch.tensor([[4.0, 1.0], [0.25, math.nan]]).log()
     # the weights are 2, 1 and 1/4: mean 13/12, mean square 27/16; means of the rows 3/2 and 1/4
@@ -231,13 +223,6 @@ def test_a_vetoed_sequence_is_rejected_whole_by_sparse_rl_alone():
 def test_a_correction_that_rejects_everything_has_no_effective_samples():
     found = of_arm("mis", torch.full((2, 3), 3.0), torch.ones(2, 3, dtype=torch.bool))
     assert found == {"ess": 0.0, "ess_seq": 0.0, "mean_weight": 0.0, "max_weight": 0.0, "rejected": 1.0}
-
-
-def test_without_mismatch_every_correction_keeps_all_samples():
-    found = as_floats(correction_statistics(torch.zeros(4, 5), torch.ones(4, 5, dtype=torch.bool)))
-    for name, value in found.items():
-        none_lost = name.endswith(("rejected", "clipped"))
-        assert value == pytest.approx(0.0 if none_lost else 1.0, abs=1e-6), name
 
 
 def test_products_beyond_the_range_of_floats_are_still_compared():

@@ -1,5 +1,6 @@
 """The pages on modules of your own: their code and commands work as they stand, made smaller by overrides."""
 
+import csv
 import json
 import re
 import shlex
@@ -17,7 +18,7 @@ from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
 from tests.docs.pages import DOCS, TRUST, code_blocks
 from tests.rewards.helpers import opened
-from tests.whole_runs import rows_of, scoring
+from tests.whole_runs import scoring
 
 PAGES = DOCS / "how-to"
 SMALL = [
@@ -80,6 +81,11 @@ def run_page(folder, monkeypatch):
     return run
 
 
+def columns_of(run_dir):
+    with (run_dir / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_index_names_every_page():
     index = (PAGES / "README.md").read_text()
     assert page_names()
@@ -103,10 +109,27 @@ def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
         assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every 7+2"]
 
 
+def rewards_are_sums(row):
+    total = float(row["rewards/exact_match"]) + 0.1 * float(row["rewards/short/mean"])
+    return float(row["rewards/short/mean"]) > 0 and float(row["reward"]) == pytest.approx(total, rel=1e-4)
+
+
 @pytest.mark.slow
-def test_own_callback_logs_its_metric(run_page):
-    run_dir, _ = run_page("own-callback")
-    assert all(0 < float(row["distinct_answers"]) <= 1 for row in rows_of(run_dir))
+@pytest.mark.parametrize(
+    ("page", "is_right"),
+    [
+        ("own-callback", lambda row: 0 < float(row["distinct_answers"]) <= 1),
+        ("own-reward", rewards_are_sums),
+        ("own-algorithm", lambda row: row["reinforce_loss"] and "policy_loss" not in row),
+        ("own-loss-term", lambda row: float(row["stay_close"]) >= 0),
+    ],
+)
+def test_every_iteration_logs_what_the_module_of_the_page_adds(run_page, page, is_right):
+    rows = columns_of(run_page(page)[0])
+    assert len(rows) == 2
+    assert all(map(is_right, rows))
+    if page == "own-loss-term":  # the policy has left its start
+        assert float(rows[-1]["stay_close"]) > 0
 
 
 @pytest.mark.slow
@@ -115,28 +138,6 @@ def test_own_task_gives_the_prompts(run_page):
     prompts = [json.loads(line)["prompt"] for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert prompts
     assert all(re.fullmatch("[a-h]{5}>", prompt) for prompt in prompts)
-
-
-@pytest.mark.slow
-def test_own_reward_is_part_of_the_reward(run_page):
-    run_dir, _ = run_page("own-reward")
-    for row in rows_of(run_dir):
-        total = float(row["rewards/exact_match"]) + 0.1 * float(row["rewards/short/mean"])
-        assert float(row["rewards/short/mean"]) > 0
-        assert float(row["reward"]) == pytest.approx(total, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_own_algorithm_gives_the_loss(run_page):
-    run_dir, _ = run_page("own-algorithm")
-    assert all(row["reinforce_loss"] and "policy_loss" not in row for row in rows_of(run_dir))
-
-
-@pytest.mark.slow
-def test_own_loss_term_is_added_to_the_loss(run_page):
-    run_dir, _ = run_page("own-loss-term")
-    rows = rows_of(run_dir)
-    assert float(rows[-1]["stay_close"]) > 0
 
 
 @pytest.mark.slow

@@ -88,11 +88,6 @@ def test_no_page_asks_an_api_for_the_stars_of_the_repository(site):
         assert 'class="md-source"' in text
 
 
-def test_a_page_leads_to_the_next_and_the_previous_one(site):
-    assert "md-footer__link--next" in html(site, "page")
-    assert "md-footer__link--prev" in html(site, "other")
-
-
 def test_readme_stays_short_enough_to_be_read():
     text = PAGES["README.md"]
     assert len(text.splitlines()) <= 150

@@ -1,5 +1,3 @@
-from itertools import combinations
-
 import pytest
 
 from lit_rlkv.evaluation.estimates import estimate, pass_at_k
@@ -18,10 +16,6 @@ def found_in(given, ks, **changes):
     return estimate(given, ks, **{"level": 0.9} | changes)
 
 
-def width(found):
-    return found.high - found.low
-
-
 def test_means_are_over_problems():
     # pass@1 is 0, 1/4 and 1; pass@2 is 0, 1/2 and 1
     found = found_in(samples([[0.0] * 4, [0.0, 1.0, 0.0, 0.0], [1.0] * 4]), [1, 2])
@@ -31,30 +25,11 @@ def test_means_are_over_problems():
     assert found.mean_length.value == pytest.approx(4.0)
 
 
-def test_the_order_of_the_samples_does_not_matter():
-    given = samples([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
-    assert found_in(given[::-1], [1, 2]) == found_in(given, [1, 2])
-
-
 def test_a_partial_score_counts_for_the_accuracy_and_not_as_right():
     found = found_in(samples([[0.5, 0.5], [1.0, 0.5]]), [1, 2])
     assert found.accuracy.value == pytest.approx(0.625)
     assert found.pass_at_k[1].value == pytest.approx(0.25)
     assert found.pass_at_k[2].value == pytest.approx(0.5)
-
-
-def test_several_samples_of_a_problem_are_not_as_good_as_problems():
-    one, both = [[0.0], [1.0]] * 32, [[0.0] * 8, [1.0] * 8] * 32
-    apart = [[0.0, 1.0] * 4] * 64
-    alone, equal, mixed = (width(found_in(samples(given), []).accuracy) for given in (one, both, apart))
-    assert equal == pytest.approx(alone, rel=0.05)
-    assert mixed == pytest.approx(alone / 8**0.5, rel=0.05)
-
-
-def test_none_or_all_right_have_an_interval():
-    found = found_in(samples([[1.0] * 4] * 16), [2])
-    assert found.accuracy.low < 0.9
-    assert found.pass_at_k[2].low < 0.9
 
 
 def test_scores_beyond_0_and_1_have_the_interval_of_a_mean():
@@ -85,15 +60,6 @@ def test_the_estimate_matches_hand_arithmetic(n_samples, n_right, k, expected):
     assert pass_at_k(n_samples, n_right, k) == expected
 
 
-def test_it_is_the_share_of_sets_with_a_right_sample_and_not_a_power_of_the_accuracy():
-    is_right = [True, True, False, False, False, False]
-    sets = list(combinations(is_right, 3))
-    share = sum(any(one) for one in sets) / len(sets)
-    assert pass_at_k(6, 2, 3) == pytest.approx(share, abs=1e-15)
-    plug_in = 1 - (1 - 2 / 6) ** 3
-    assert abs(plug_in - share) > 0.05
-
-
 def test_it_is_unbiased_where_the_plug_in_estimate_is_not():
     # Three samples, each right with chance 1/4: pass@2 is 1 - (3/4)^2 = 7/16.
     chances = [27 / 64, 27 / 64, 9 / 64, 1 / 64]
@@ -104,14 +70,9 @@ def test_it_is_unbiased_where_the_plug_in_estimate_is_not():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((4, 1, 5), "pass@5 cannot be estimated from 4 samples; give k from 1"),
-        ((4, 1, 0), "pass@0 cannot be estimated"),
-        ((4, 5, 2), "n_right=5 of n_samples=4 must be between"),
-        ((4, -1, 2), "n_right=-1 of n_samples=4 must be between"),
-    ],
+    ("arguments", "key"),
+    [((4, 1, 5), "pass@5"), ((4, 1, 0), "pass@0"), ((4, 5, 2), "n_right=5"), ((4, -1, 2), "n_right=-1")],
 )
-def test_invalid_sample_counts_are_refused(arguments, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_sample_counts_are_refused(arguments, key):
+    with pytest.raises(ValueError, match=key):
         pass_at_k(*arguments)

@@ -22,13 +22,6 @@ def test_one_iteration_after_another_asks_for_new_prompts_and_new_draws():
     assert first.problems[0] == first.problems[3] != first.problems[4]  # groups of four
 
 
-def test_fewer_rows_at_a_time_give_as_many_responses_from_a_smaller_cache():
-    whole = make_datamodule(make_roles()).collect().rollout
-    few = make_datamodule(make_roles(), rollout={"max_rows": 4}).collect().rollout
-    assert len(few.input_ids) == len(whole.input_ids) == 16
-    assert few.kv_bytes * 4 == whole.kv_bytes
-
-
 def test_a_prompt_is_prefilled_once_for_its_group():
     roles = make_roles()
     data, sizes = make_datamodule(roles), []
@@ -119,17 +112,6 @@ def with_short_responses(experience: Experience, n_tokens: list[int]) -> Experie
     return replace(experience, rollout=rollout, weights=weights)
 
 
-def test_advantages_of_a_group_sum_to_zero_and_stand_on_actions_only():
-    data = make_datamodule(make_roles())
-    experience = data.collect()
-    first = data.advantage.compute(experience).advantages
-    (batch,) = data.splitter.minibatches(experience)
-    of_response = first.gather(1, experience.rollout.response_mask.float().argmax(dim=1, keepdim=True))
-    assert of_response.abs().max() > 0
-    torch.testing.assert_close(of_response.view(4, 4).sum(dim=1), torch.zeros(4), rtol=0, atol=1e-5)
-    assert (batch.advantages[~batch.rollout.response_mask] == 0).all()
-
-
 def test_rows_and_devices_keep_every_field():
     (batch,) = make_datamodule(make_roles()).train_dataloader()
     part = batch.rows(torch.tensor([3, 1])).to("cpu")
@@ -170,18 +152,6 @@ def test_more_parts_than_groups_are_refused():
     experience = data.collect()
     with pytest.raises(ValueError, match="4 groups cannot be cut into 5 parts; give at most 4"):
         list(data.splitter.parts(experience, 5))
-
-
-def test_callbacks_get_the_rollout_and_a_way_to_cut_it_before_its_first_update():
-    seen = []
-    data = make_datamodule(make_roles())
-
-    def on_update_start(experience, split):
-        seen.append(len(list(split(experience, 2))))
-
-    data.callbacks = [SimpleNamespace(on_update_start=on_update_start)]
-    list(data.train_dataloader())
-    assert seen == [2]
 
 
 def of_functions(**functions):
@@ -238,15 +208,6 @@ def test_callbacks_are_called_around_rollout_score_and_reward_in_their_order():
         for phase in ("rollout", "score", "reward")
         for moment in ("start", "second", "end")
     ]
-
-
-def test_a_phase_that_fails_has_no_end(monkeypatch):
-    data, ended = make_datamodule(make_roles()), []
-    data.callbacks = [SimpleNamespace(on_phase_end=lambda *what: ended.append(what))]
-    monkeypatch.setattr(data, "_score", lambda rollout, on_progress: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        data.train_dataloader()
-    assert ended == [("rollout", 0)]
 
 
 def progress_of(data):

@@ -83,40 +83,6 @@ def test_the_comparison_catches_a_value_taken_from_behind_the_last_action():
     assert (bootstrapped - actual)[IS_ACTION].abs().min() > 0.3
 
 
-def test_rows_of_different_lengths_in_a_batch_equal_rows_alone():
-    together = gae(REWARDS, VALUES, IS_ACTION, gamma=0.9, lam=0.8)
-    for row, length in enumerate(LENGTHS):
-        columns = slice(2, 2 + length)  # without prompt and padding
-        alone = gae(
-            REWARDS[row : row + 1, columns],
-            VALUES[row : row + 1, columns],
-            torch.ones(1, length, dtype=torch.bool),
-            gamma=0.9,
-            lam=0.8,
-        )
-        assert torch.equal(together[row, columns], alone[0])
-
-
-def test_with_lambda_one_an_advantage_is_the_discounted_return_less_the_value():
-    gamma = 0.9
-    advantages = gae(REWARDS, VALUES, IS_ACTION, gamma=gamma, lam=1.0)
-    for row, column in IS_ACTION.nonzero().tolist():
-        ahead = REWARDS[row, column : 2 + LENGTHS[row]].tolist()
-        discounted = sum(gamma**n * reward for n, reward in enumerate(ahead))
-        expected = discounted - VALUES[row, column].item()
-        assert advantages[row, column].item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_with_lambda_zero_an_advantage_is_the_error_of_one_step():
-    gamma = 0.9
-    advantages = gae(REWARDS, VALUES, IS_ACTION, gamma=gamma, lam=0.0)
-    for row, column in IS_ACTION.nonzero().tolist():
-        is_last = column == 1 + LENGTHS[row]
-        ahead = 0.0 if is_last else gamma * VALUES[row, column + 1].item()
-        expected = REWARDS[row, column].item() + ahead - VALUES[row, column].item()
-        assert advantages[row, column].item() == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("seq", [1, 2, 7, 8, 9])
 def test_discounted_sums_are_those_of_their_definition(seq: int, discount: float):
@@ -126,13 +92,6 @@ def test_discounted_sums_are_those_of_their_definition(seq: int, discount: float
         for row in values.tolist()
     ]
     torch.testing.assert_close(discounted_sums(values, discount), values.new_tensor(expected))
-
-
-def test_a_perfect_value_function_leaves_no_advantage():
-    # Reward 3 at the end, γ = 1/2: the values of the three states are 3/4, 3/2 and 3.
-    rewards, values = torch.tensor([[0.0, 0.0, 3.0]]), torch.tensor([[0.75, 1.5, 3.0]])
-    response_mask = torch.ones(1, 3, dtype=torch.bool)
-    assert gae(rewards, values, response_mask, gamma=0.5, lam=0.9).tolist() == [[0.0] * 3]
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])

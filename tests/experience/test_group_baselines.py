@@ -83,12 +83,6 @@ def test_advantages_of_a_group_sum_to_zero(name: str):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_group_that_agrees_has_no_advantage_and_no_nan(name: str):
-    assert (ESTIMATORS[name](REWARDS)[1] == 0).all()
-    assert (ESTIMATORS[name](torch.ones(3, 4)) == 0).all()
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_constant_added_to_all_rewards_changes_nothing(name: str):
     torch.testing.assert_close(ESTIMATORS[name](RANDOM + 3), ESTIMATORS[name](RANDOM), rtol=1e-4, atol=1e-5)
 

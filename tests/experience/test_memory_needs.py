@@ -87,27 +87,30 @@ def test_the_largest_need_comes_first():
     assert {*needs()} < {*SETTINGS}
 
 
-def test_scoring_and_update_are_told_by_what_they_read_at_a_time():
-    # 59 // 20 = 2 rows; more than all 16 · 20 tokens, or less than two rows of 20, would change nothing
-    scoring = explain_scoring((16, 20), SAMPLING, 59, stacks_passes=True)
-    assert (
-        "2 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 59, set" in scoring
-    )
-    assert "roles.stack_passes=false" in scoring
-    scoring = explain_scoring((16, 20), SAMPLING, 9999, stacks_passes=False)
-    assert (
-        "16 of 16 sequences of up to 20 tokens at a time; set fabric.tokens_per_pass below 320, or" in scoring
-    )
-    assert "roles.stack_passes" not in scoring
-    scoring = explain_scoring((16, 20), SAMPLING, 5, stacks_passes=False)
-    assert "1 of 16 sequences of up to 20 tokens at a time; lower rollout.max_new_tokens" in scoring
-    roles = make_roles()
+@pytest.mark.parametrize(
+    ("tokens_per_pass", "stacks_passes", "n_rows", "named"),
+    [
+        # 59 // 20 = 2 rows; more than all 16 · 20 tokens, or less than two rows of 20, would change nothing
+        (59, True, 2, ["fabric.tokens_per_pass below 59", "roles.stack_passes"]),
+        (9999, False, 16, ["fabric.tokens_per_pass below 320"]),
+        (5, False, 1, ["rollout.max_new_tokens"]),
+    ],
+)
+def test_scoring_is_told_by_what_it_reads_at_a_time(tokens_per_pass, stacks_passes, n_rows, named):
+    said = explain_scoring((16, 20), SAMPLING, tokens_per_pass, stacks_passes=stacks_passes)
+    assert f"{n_rows} of 16 sequences of up to 20 tokens" in said
+    assert all(each in said for each in named)
+    assert ("roles.stack_passes" in said) == stacks_passes
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_an_update_is_told_by_what_it_reads_at_a_time_and_what_trains(checkpoints):
+    roles = make_roles(checkpoints_layers=checkpoints)
     said = explain_update(roles, (16, 20), SAMPLING, 80)
     n = sum(p.numel() for p in roles.parameters() if p.requires_grad)
-    assert f"4 of 16 sequences of up to 20 tokens at a time, and {n:,} parameters that train" in said
-    assert "set fabric.tokens_per_pass below 80, set roles.gradient_checkpointing=true" in said
-    said = explain_update(make_roles(checkpoints_layers=True), (16, 20), SAMPLING, 80)
-    assert "gradient_checkpointing" not in said
+    assert f"4 of 16 sequences of up to 20 tokens at a time, and {n:,} parameters" in said
+    assert "fabric.tokens_per_pass below 80" in said
+    assert ("roles.gradient_checkpointing" in said) != checkpoints
 
 
 def test_it_fails_where_it_is_made_to_in_a_rollout_and_another_error_is_left_alone():

@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
 from lit_rlkv.objectives.reduction import weighted_sum
 from lit_rlkv.types import TrainBatch
-from tests.hand_built import make_datamodule, make_roles, tokens_of
+from tests.hand_built import make_datamodule, make_roles, steps_of, tokens_of, with_rewards
 from tests.tiers import short_tier
 
 MAX_NEW_TOKENS = 10
@@ -26,7 +26,7 @@ def trl_loss(aggregation: str, losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
 
-def steps_of(**options: object) -> list[list[TrainBatch]]:
+def made_steps(**options: object) -> list[list[TrainBatch]]:
     """Micro-batches by step; `old_logps` are token losses, `ref_logps` 1 in responses that ended."""
     data = make_datamodule(make_roles(), tokens_per_pass=64, **options)
     experience = data.collect()
@@ -34,12 +34,7 @@ def steps_of(**options: object) -> list[list[TrainBatch]]:
     losses = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     has_ended = HAS_EOS[:, None].float().expand(shape)
     experience = replace(experience, has_eos=HAS_EOS, old_logps=losses, ref_logps=has_ended)
-    steps: list[list[TrainBatch]] = [[]]
-    for batch in data.splitter.minibatches(experience):
-        steps[-1].append(batch)
-        if batch.ends_step:
-            steps.append([])
-    return steps[:-1]
+    return steps_of(data.splitter.minibatches(experience))
 
 
 def both_losses(batches: list[TrainBatch], aggregation: str, *, is_masked: bool) -> tuple[float, float]:
@@ -71,7 +66,7 @@ SHORT = [("sequence", True, 4, 2), ("constant", True, 2, 1), ("token", True, 1, 
     ("aggregation", "mask_truncated", "n_minibatches", "n_epochs"), short_tier(CASES, SHORT)
 )
 def test_every_step_has_the_denominators_of_trl(aggregation, mask_truncated, n_minibatches, n_epochs):
-    steps = steps_of(
+    steps = made_steps(
         aggregation=aggregation,
         mask_truncated=mask_truncated,
         n_minibatches=n_minibatches,
@@ -93,12 +88,10 @@ def test_groups_of_equal_rewards_stay_out_of_denominators_with_their_truncated_r
         mask_truncated=True,
         n_minibatches=1,
     )
-    experience = data.collect()
-    total = torch.tensor([1.0, 1, 1, 1] + [1.0, 0, 0, 0] * 3)
+    experience = with_rewards(data.collect(), [1.0, 1, 1, 1] + [1.0, 0, 0, 0] * 3)
     has_eos = torch.ones(16, dtype=torch.bool)
     has_eos[[0, 4]] = False  # of a group that is dropped, and of one that stays
-    rewards = replace(experience.rewards, total=total)
-    (batch,) = data.splitter.minibatches(replace(experience, rewards=rewards, has_eos=has_eos))
+    (batch,) = data.splitter.minibatches(replace(experience, has_eos=has_eos))
     weights = batch.loss_weight.sum(dim=1)
     n_tokens = (batch.loss_weight > 0).sum(dim=1)
     assert int((n_tokens > 0).sum()) == 11
@@ -148,9 +141,7 @@ def test_the_share_of_a_part_is_of_what_its_loss_is_divided_by(aggregation: str)
 
 def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_no_ties():
     data = make_datamodule(make_roles(), advantage=PairAdvantage(), tokens_per_pass=1)
-    experience = data.collect()
-    total = torch.tensor([1.0, 0, 0, 0] * 3 + [1.0] * 4)
-    experience = replace(experience, rewards=replace(experience.rewards, total=total))
+    experience = with_rewards(data.collect(), [1.0, 0, 0, 0] * 3 + [1.0] * 4)
     parts = list(data.splitter.parts(experience, 2))
     assert [part.n_groups for part in parts] == [2, 1]
     assert [part.share for part in parts] == pytest.approx([2 / 3, 1 / 3])
@@ -162,10 +153,9 @@ def test_parts_of_preference_pairs_keep_them_together_and_count_those_that_are_n
 def test_a_part_without_any_whole_pair_counts_no_prompts():
     data = make_datamodule(make_roles(), advantage=PairAdvantage(drop_ties=False), mask_truncated=True)
     experience = data.collect()
-    total = torch.tensor([1.0, 0, 0.5, 0.5] * 4)
     # of the last two pairs one side alone has ended, and the first two are whole
     has_eos = torch.tensor([True] * 8 + [True, False, True, True] * 2)
-    experience = replace(experience, rewards=replace(experience.rewards, total=total), has_eos=has_eos)
+    experience = replace(with_rewards(experience, [1.0, 0, 0.5, 0.5] * 4), has_eos=has_eos)
     parts = list(data.splitter.parts(experience, 2))
     assert [part.n_groups for part in parts] == [2, 0]
     assert [part.share for part in parts] == [1.0, 0.0]
@@ -174,9 +164,7 @@ def test_a_part_without_any_whole_pair_counts_no_prompts():
 
 def test_groups_that_count_nothing_are_not_counted_in_a_part():
     data = make_datamodule(make_roles(), advantage=GroupAdvantage("dapo", filter_zero_std_groups=True))
-    experience = data.collect()
-    total = torch.tensor([1.0, 0, 0, 0] + [1.0] * 8 + [0, 1.0, 1.0, 1.0])
-    experience = replace(experience, rewards=replace(experience.rewards, total=total))
+    experience = with_rewards(data.collect(), [1.0, 0, 0, 0] + [1.0] * 8 + [0, 1.0, 1.0, 1.0])
     assert [part.n_groups for part in data.splitter.parts(experience, 2)] == [1, 1]
     assert [part.n_groups for part in data.splitter.parts(experience, 4)] == [1, 0, 0, 1]
     assert [part.share for part in data.splitter.parts(experience, 4)] == [0.5, 0, 0, 0.5]

@@ -1,6 +1,5 @@
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -43,20 +42,14 @@ def test_the_total_is_the_weighed_sum_of_the_components(weights: dict[str, float
     assert total_of(config_of(**weights)) == expected
 
 
-def test_components_are_kept_as_they_are_whatever_they_weigh():
-    config = RewardConfig(verifier=0.0, learned=2.0, normalize="batch", clip=0.1, missing_eos_penalty=1.0)
-    rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
-    assert rewards.components.keys() == {"exact_match", "learned"}
-    assert torch.equal(rewards.components["exact_match"], EXACT)
-    assert torch.equal(rewards.components["learned"], LEARNED)
-
-
 @pytest.mark.parametrize("normalize", ["none", "batch", "running"])
 def test_logged_rewards_keep_the_units_of_the_components(normalize: str):
     config = RewardConfig(verifier=2.0, learned=1.0, normalize=normalize, clip=0.1, missing_eos_penalty=1.0)
     rewards = RewardRule(config)({"exact_match": EXACT, "learned": LEARNED}, CUT_LAST)
     assert torch.equal(rewards.scores, 2.0 * EXACT + LEARNED)
     assert not torch.equal(rewards.scores, rewards.total)
+    for name, given in {"exact_match": EXACT, "learned": LEARNED}.items():
+        assert torch.equal(rewards.components[name], given)
 
 
 def test_normalised_rewards_have_mean_zero_and_one_deviation():
@@ -114,25 +107,19 @@ def test_a_weight_without_its_component_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "key"),
     [
-        ({"verifier": 0.0}, "a reward needs a component with a weight"),
-        ({"verifier": 0.0, "functions": {"a": ExactMatch(weight=0)}}, "needs a component with a weight"),
-        (
-            {"functions": {"learned": ExactMatch()}},
-            "names of functions must be identifiers other than exact_match, learned, got learned",
-        ),
-        (
-            {"functions": {"a/b": ExactMatch()}},
-            "must be identifiers other than exact_match, learned, got a/b",
-        ),
-        ({"accuracy": "a"}, "accuracy must name one of the functions (none), got 'a'"),
-        ({"functions": {"b": ExactMatch()}, "accuracy": "a"}, "must name one of the functions (b)"),
+        ({"verifier": 0.0}, "weight"),
+        ({"verifier": 0.0, "functions": {"a": ExactMatch(weight=0)}}, "weight"),
+        ({"functions": {"learned": ExactMatch()}}, "learned"),
+        ({"functions": {"a/b": ExactMatch()}}, "a/b"),
+        ({"accuracy": "a"}, "accuracy"),
+        ({"functions": {"b": ExactMatch()}, "accuracy": "a"}, "accuracy"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict, says: str):
+def test_options_that_cannot_work_are_refused(options: dict, key: str):
     functions = options.pop("functions", {})
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with pytest.raises(ValueError, match=key):
         RewardRule(config_of(**options), functions)
 
 
@@ -230,13 +217,6 @@ def moments_of(*batches: torch.Tensor) -> RunningMoments:
     return moments
 
 
-def test_normalised_rewards_match_hand_arithmetic():
-    # Mean 3, deviations −2, −1, 0 and 3, unbiased variance 14/3.
-    std = math.sqrt(14 / 3) + 1e-4
-    found = normalise_batch(torch.tensor([1.0, 2.0, 3.0, 6.0]))
-    assert found.tolist() == pytest.approx([-2 / std, -1 / std, 0.0, 3 / std])
-
-
 @pytest.mark.parametrize("rewards", [[2.0], [0.5, 0.5, 0.5], [2345.6] * 7, [999_999.9] * 12, []])
 def test_rewards_that_do_not_vary_become_zero(rewards: list[float]):
     assert normalise_batch(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
@@ -249,14 +229,6 @@ def test_running_moments_do_not_depend_on_the_split_into_batches(sizes: list[int
     assert moments.count == 60
     assert moments.mean == pytest.approx(expected.mean().item(), rel=1e-12)
     assert moments.std == pytest.approx(expected.std().item(), rel=1e-12)
-
-
-def test_running_moments_include_the_spread_between_batches():
-    # Two batches of two means: the spread between them is part of the whole.
-    first, second = torch.tensor([0.0, 2.0]), torch.tensor([10.0, 12.0])
-    within = ((first - first.mean()).square().sum() + (second - second.mean()).square().sum()).item()
-    assert within == 4.0
-    assert moments_of(first, second).m2 == pytest.approx(4.0 + 4 * 5.0**2)
 
 
 def test_running_moments_keep_their_digits_far_from_zero():

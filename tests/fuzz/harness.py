@@ -11,7 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from tests.tiers import slow
 
 PROFILE = settings(
     deadline=None,
@@ -23,6 +27,22 @@ LIMIT_S = 10.0
 MEMORY = 1 << 30
 """Bytes that a case may reserve beyond what the tests themselves have."""
 LONGEST_ERROR = 5000
+
+
+def cases(short: int, many: int) -> pytest.MarkDecorator:
+    """Parametrize a test with `n_cases`: a few that are always the same, and in the slow tier many others."""
+    return pytest.mark.parametrize("n_cases", [short, slow(many)])
+
+
+def run_cases(
+    n_cases: int, check: Callable[..., object], n_fixed: int = 50, **strategies: SearchStrategy[Any]
+) -> None:
+    """Check random cases; up to `n_fixed` are the same in every run."""
+
+    def check_one(**case: Any) -> None:
+        check(**case)
+
+    settings(PROFILE, max_examples=n_cases, derandomize=n_cases <= n_fixed)(given(**strategies)(check_one))()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 from hydra import compose
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -14,7 +13,7 @@ from lit_rlkv.config.keys import keys_of_options
 from lit_rlkv.config.options import leaf_keys, leaves
 from lit_rlkv.config.schema import Config
 from tests.config.asking import asked
-from tests.fuzz.harness import PROFILE, outcome_of
+from tests.fuzz.harness import cases, outcome_of, run_cases
 
 pytestmark = pytest.mark.usefixtures("_as_users_run_it")
 
@@ -80,14 +79,6 @@ def check(overrides: list[str]) -> None:
     assert not_finite == []
 
 
-@settings(PROFILE, max_examples=6, derandomize=True)
-@given(command_lines)
-def test_random_command_lines_are_accepted_or_refused_in_one_line(overrides):
-    check(overrides)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=200)
-@given(command_lines)
-def test_many_random_command_lines_are_accepted_or_refused_in_one_line(overrides):
-    check(overrides)
+@cases(6, 200)
+def test_random_command_lines_are_accepted_or_refused_in_one_line(n_cases):
+    run_cases(n_cases, check, overrides=command_lines)

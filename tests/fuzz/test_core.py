@@ -6,9 +6,7 @@ Gradients too, and every eviction by the published formula of its policy.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -16,7 +14,7 @@ from lit_rlkv import generate, prepare_backbone, replay_logps
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.types import NEVER, Rollout
 from tests.fuzz import explicit
-from tests.fuzz.harness import PROFILE
+from tests.fuzz.harness import cases, run_cases
 
 VOCAB, PAD = 48, 0
 FAMILIES = {
@@ -40,8 +38,8 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """A cache, a batch of prompts and the options of a rollout."""
+class Sampling:
+    """One random cache and batch of prompts."""
 
     spec: CacheSpec
     lens: tuple[int, ...]
@@ -73,9 +71,43 @@ class Sampled:
         )
 
 
-@dataclass(frozen=True)
-class Case(Sampled):
-    """One random model and what is sampled with it."""
+def random_sampling(draw: Any) -> dict[str, Any]:
+    """Draw the fields of `Sampling`."""
+    sink, window = draw(st.integers(0, 3)), draw(st.integers(1, 6))
+    n_samples = draw(st.integers(1, 3))
+    return {
+        "spec": CacheSpec(
+            policy=draw(st.sampled_from(sorted(POLICIES))),
+            budget=sink + window + draw(st.integers(1, 10)),
+            interval=draw(st.integers(1, 7)),
+            sink=sink,
+            window=window,
+        ),
+        "lens": tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
+        "max_new_tokens": draw(st.integers(1, 24)),
+        "n_samples": n_samples,
+        "max_rows": draw(st.none() | st.integers(n_samples, 4)),
+        "temperature": draw(st.sampled_from([1.0, 0.7, 1.5])),
+        "n_eos": draw(st.sampled_from([0, 0, 2])),
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+SAMPLING = {
+    "spec": CacheSpec("h2o", budget=8, interval=3, sink=1, window=3),
+    "lens": (11, 6),
+    "max_new_tokens": 20,
+    "n_samples": 2,
+    "max_rows": None,
+    "temperature": 1.0,
+    "n_eos": 0,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Sampling):
+    """One random model, cache and batch of prompts."""
 
     family: str
     n_layers: int
@@ -112,37 +144,14 @@ class Case(Sampled):
 
 
 @st.composite
-def sampling(draw: Any) -> dict[str, Any]:
-    """Cache, prompts and options of a rollout."""
-    sink, window = draw(st.integers(0, 3)), draw(st.integers(1, 6))
-    n_samples = draw(st.integers(1, 3))
-    return {
-        "spec": CacheSpec(
-            policy=draw(st.sampled_from(sorted(POLICIES))),
-            budget=sink + window + draw(st.integers(1, 10)),
-            interval=draw(st.integers(1, 7)),
-            sink=sink,
-            window=window,
-        ),
-        "lens": tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
-        "max_new_tokens": draw(st.integers(1, 24)),
-        "n_samples": n_samples,
-        "max_rows": draw(st.none() | st.integers(n_samples, 4)),
-        "temperature": draw(st.sampled_from([1.0, 0.7, 1.5])),
-        "n_eos": draw(st.sampled_from([0, 0, 2])),
-        "seed": draw(st.integers(0, 2**31)),
-    }
-
-
-@st.composite
-def cases(draw: Any) -> Case:
+def random_cases(draw: Any) -> Case:
     return Case(
         family=draw(st.sampled_from(sorted(FAMILIES))),
         n_layers=draw(st.integers(1, 3)),
         n_kv_heads=draw(st.sampled_from([1, 2, 3])),
         n_groups=draw(st.sampled_from([1, 2, 4, 8])),
         head_dim=draw(st.sampled_from([4, 6, 8, 10, 14])),  # RoPE needs an even width
-        **draw(sampling()),
+        **random_sampling(draw),
     )
 
 
@@ -164,30 +173,12 @@ def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
     return rollout, layers
 
 
-@settings(PROFILE, max_examples=25, derandomize=True)
-@given(cases())
-def test_sampler_replay_and_an_own_forward_agree(case: Case):
-    check(case)
+@cases(25, 500)
+def test_sampler_replay_and_an_own_forward_agree(n_cases: int):
+    run_cases(n_cases, check, case=random_cases())
 
 
-@pytest.mark.slow
-@settings(PROFILE, max_examples=500)
-@given(cases())
-def test_many_of_them_agree(case: Case):
-    check(case)
-
-
-SAMPLED = Sampled(
-    spec=CacheSpec("h2o", budget=8, interval=3, sink=1, window=3),
-    lens=(11, 6),
-    max_new_tokens=20,
-    n_samples=2,
-    max_rows=None,
-    temperature=1.0,
-    n_eos=0,
-    seed=0,
-)
-EXAMPLE = Case(**vars(SAMPLED), family="llama", n_layers=2, n_kv_heads=2, n_groups=2, head_dim=8)
+EXAMPLE = Case(family="llama", n_layers=2, n_kv_heads=2, n_groups=2, head_dim=8, **SAMPLING)
 
 
 def test_a_record_shifted_by_one_column_is_caught_by_the_own_forward():

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
 from lit_rlkv.config import as_config_errors
 from lit_rlkv.tasks.preferences import load_preferences, read_preferences
 from lit_rlkv.tasks.problems import JsonlTask, load_problems
-from tests.fuzz.harness import PROFILE, outcome_of
+from tests.fuzz.harness import cases, outcome_of, run_cases
 
 MESSAGES = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
 GOOD = {
@@ -132,13 +132,6 @@ def check(path: Path, content: bytes, reader: str) -> None:
         assert re.search(rf"{path.name}:\d+: |^task: \d+ of \d+ rows", found.error), found.error
 
 
-given_lines = given(
-    content=st.lists(lines, max_size=5).map(b"\n".join),
-    damage=damages,
-    reader=st.sampled_from(sorted(READERS)),
-)
-
-
 def check_lines(path: Path, content: bytes, damage: list[Damage], reader: str) -> None:
     for change in damage:
         content = change(content)
@@ -153,17 +146,15 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("rows")
 
 
-@settings(PROFILE, max_examples=40, derandomize=True)
-@given_lines
-def test_damaged_lines_are_read_or_refused_in_one_line(folder, content, damage, reader):
-    check_lines(folder / "rows.jsonl", content, damage, reader)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=1000)
-@given_lines
-def test_many_damaged_lines_are_read_or_refused_in_one_line(folder, content, damage, reader):
-    check_lines(folder / "rows.jsonl", content, damage, reader)
+@cases(40, 1000)
+def test_damaged_lines_are_read_or_refused_in_one_line(folder, n_cases):
+    run_cases(
+        n_cases,
+        partial(check_lines, folder / "rows.jsonl"),
+        content=st.lists(lines, max_size=5).map(b"\n".join),
+        damage=damages,
+        reader=st.sampled_from(sorted(READERS)),
+    )
 
 
 COLUMNS = {
@@ -188,14 +179,6 @@ def written(kind: str, table: dict[str, str]) -> bytes:
     return "\n".join(",".join(map(str, row.values())) for row in rows).encode()
 
 
-given_table = given(
-    kind=st.sampled_from(["parquet", "parquet", "json", "csv"]),
-    table=tables.map(lambda changes: dict.fromkeys(["prompt", "answer", "level"], "text") | changes),
-    damage=damages,
-    reader=st.sampled_from(["problem rows", "solution rows", "preference rows"]),
-)
-
-
 def check_table(path: Path, kind: str, table: dict[str, str], damage: list[Damage], reader: str) -> None:
     content = written(kind, table)
     for change in damage:
@@ -203,14 +186,13 @@ def check_table(path: Path, kind: str, table: dict[str, str], damage: list[Damag
     check(path.with_suffix(f".{kind}"), content, reader)
 
 
-@settings(PROFILE, max_examples=15, derandomize=True)
-@given_table
-def test_damaged_tables_are_read_or_refused_in_one_line(folder, kind, table, damage, reader):
-    check_table(folder / "rows", kind, table, damage, reader)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=300)
-@given_table
-def test_many_damaged_tables_are_read_or_refused_in_one_line(folder, kind, table, damage, reader):
-    check_table(folder / "rows", kind, table, damage, reader)
+@cases(15, 300)
+def test_damaged_tables_are_read_or_refused_in_one_line(folder, n_cases):
+    run_cases(
+        n_cases,
+        partial(check_table, folder / "rows"),
+        kind=st.sampled_from(["parquet", "parquet", "json", "csv"]),
+        table=tables.map(lambda changes: dict.fromkeys(["prompt", "answer", "level"], "text") | changes),
+        damage=damages,
+        reader=st.sampled_from(["problem rows", "solution rows", "preference rows"]),
+    )

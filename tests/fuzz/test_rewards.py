@@ -7,8 +7,6 @@ import time
 import uuid
 from pathlib import Path
 
-import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rlkv.rewards import Command, PythonFunction, RewardManager
@@ -16,7 +14,7 @@ from lit_rlkv.rewards.graders import MAX_ERROR_LENGTH
 from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.types import Problem
 from tests.fuzz import reward_actions
-from tests.fuzz.harness import PROFILE, outcome_of
+from tests.fuzz.harness import cases, outcome_of, run_cases
 
 FILE = Path(reward_actions.__file__)
 TIMEOUT_S = 2.0
@@ -73,14 +71,6 @@ def answers_to(
     return found.scores["user"].tolist(), found.errors, left
 
 
-given_case = given(
-    completions=actions,
-    hangs=hanging,
-    kind=st.sampled_from(["function", "function", "program"]),
-    n_workers=st.integers(1, 3),
-)
-
-
 def check(completions: list[str], hangs: str | None, kind: str, n_workers: int) -> None:
     completions = [*completions, hangs] if hangs else completions
     found = outcome_of(lambda: answers_to(completions, kind, n_workers), limit_s=20)
@@ -102,17 +92,16 @@ def check(completions: list[str], hangs: str | None, kind: str, n_workers: int) 
         assert error.isprintable()
 
 
-@settings(PROFILE, max_examples=6, derandomize=True)
-@given_case
-def test_bad_rewards_fail_alone(completions, hangs, kind, n_workers):
-    check(completions, hangs, kind, n_workers)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=120)
-@given_case
-def test_many_bad_rewards_fail_alone(completions, hangs, kind, n_workers):
-    check(completions, hangs, kind, n_workers)
+@cases(6, 120)
+def test_bad_rewards_fail_alone(n_cases):
+    run_cases(
+        n_cases,
+        check,
+        completions=actions,
+        hangs=hanging,
+        kind=st.sampled_from(["function", "function", "program"]),
+        n_workers=st.integers(1, 3),
+    )
 
 
 def test_every_action_alone_is_tried_in_one_worker():

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
@@ -14,7 +13,8 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import OWN_CHOICE, Rollout
 from tests.explicit_routing import given_experts, perturb
 from tests.fuzz import explicit
-from tests.fuzz.test_core import PROFILE, SAMPLED, VOCAB, Sampled, sampling
+from tests.fuzz.harness import cases, run_cases
+from tests.fuzz.test_core import SAMPLING, VOCAB, Sampling, random_sampling
 from tests.models_zoo import build
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
@@ -32,9 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 GROUPED = ("deepseek_v2", "deepseek_v3")
 
 
-@dataclass(frozen=True)
-class Case(Sampled):
-    """One random model and what is sampled with it; `update` is the size of the update before replay."""
+@dataclass(frozen=True, kw_only=True)
+class Case(Sampling):
+    """One random model, cache and batch of prompts; `update` is the size of the update before replay."""
 
     family: str
     n_layers: int
@@ -71,9 +71,8 @@ class Case(Sampled):
 
 
 @st.composite
-def cases(draw: Any) -> Case:
-    sampled = draw(sampling())
-    spec = draw(st.sampled_from([sampled["spec"], sampled["spec"], CacheSpec.dense()]))
+def random_cases(draw: Any) -> Case:
+    sampling = random_sampling(draw)
     experts_per_group, n_groups = draw(st.integers(2, 6)), draw(st.integers(1, 4))
     return Case(
         family=draw(st.sampled_from(sorted(FAMILIES))),
@@ -83,7 +82,7 @@ def cases(draw: Any) -> Case:
         n_chosen=draw(st.integers(1, min(4, min(2, n_groups) * experts_per_group - 1))),
         is_normalised=draw(st.booleans()),
         update=draw(st.sampled_from([0.0, 0.1, 0.5])),
-        **sampled | {"spec": spec},
+        **sampling | {"spec": draw(st.sampled_from([sampling["spec"]] * 2 + [CacheSpec.dense()]))},
     )
 
 
@@ -120,21 +119,12 @@ def check(case: Case) -> Rollout:
     return rollout
 
 
-@settings(PROFILE, max_examples=15, derandomize=True)
-@given(cases())
-def test_sampler_replay_and_an_own_forward_agree_on_the_experts(case: Case):
-    check(case)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=300)
-@given(cases())
-def test_many_of_them_agree(case: Case):
-    check(case)
+@cases(15, 300)
+def test_sampler_replay_and_an_own_forward_agree_on_the_experts(n_cases: int):
+    run_cases(n_cases, check, case=random_cases())
 
 
 EXAMPLE = Case(
-    **vars(SAMPLED),
     family="qwen3_moe",
     n_layers=2,
     n_groups=2,
@@ -142,6 +132,7 @@ EXAMPLE = Case(
     n_chosen=2,
     is_normalised=True,
     update=0.5,
+    **SAMPLING,
 )
 
 

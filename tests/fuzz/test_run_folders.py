@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
@@ -16,10 +17,10 @@ from shutil import copytree
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.harness import PROFILE, outcome_of
+from tests.fuzz.harness import outcome_of, run_cases
+from tests.tiers import slow
 from tests.whole_runs import run
 
 pytestmark = pytest.mark.usefixtures("_as_users_run_it")
@@ -128,7 +129,6 @@ damages = st.lists(
     min_size=1,
     max_size=2,
 )
-given_damage = given(command=st.sampled_from(["fit", "evaluate", "export", "report"]), damage=damages)
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +184,7 @@ def check(root: Path, command: str, damage: list[Damage]) -> None:
     assert not list(folder.rglob("code-was-run"))
 
 
-@settings(PROFILE, max_examples=3, derandomize=True)
-@given_damage
-def test_a_damaged_run_is_used_or_refused_in_one_line(root, command, damage):
-    check(root, command, damage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))  # so that all workers share the 120 cases
-@settings(PROFILE, max_examples=15)
-@given_damage
-def test_many_damaged_runs_are_used_or_refused_in_one_line(root, part, command, damage):
-    check(root, command, damage)
+@pytest.mark.parametrize("n_cases", [3, *[slow(15)] * 8])  # 8 parts, so that all workers share the 120 cases
+def test_a_damaged_run_is_used_or_refused_in_one_line(root, n_cases):
+    commands = st.sampled_from(["fit", "evaluate", "export", "report"])
+    run_cases(n_cases, partial(check, root), n_fixed=3, command=commands, damage=damages)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rlkv import prepare_backbone, replay_logps
 from lit_rlkv.types import Rollout, SamplingMasks
 from tests.fuzz import explicit
-from tests.fuzz.test_core import EXAMPLE, PROFILE, VOCAB, Case, cases, check
+from tests.fuzz.harness import cases, run_cases
+from tests.fuzz.test_core import EXAMPLE, VOCAB, Case, check, random_cases
 
 CAUGHT = 1e-3
 """Gap of a wrong record, in nats, that must show; that of a right one is below 1e-4."""
@@ -60,17 +60,9 @@ def check_with_control(case: Case, options: dict[str, Any]) -> float:
     return float((replayed - rollout.rollout_logps).abs().max())
 
 
-@settings(PROFILE, max_examples=20, derandomize=True)
-@given(cases(), truncations())
-def test_recorded_sets_are_replayed_and_right(case: Case, options: dict[str, Any]):
-    check_with_control(case, options)
-
-
-@pytest.mark.slow
-@settings(PROFILE, max_examples=300)
-@given(cases(), truncations())
-def test_many_of_them_are_replayed_and_right(case: Case, options: dict[str, Any]):
-    check_with_control(case, options)
+@cases(20, 300)
+def test_recorded_sets_are_replayed_and_right(n_cases: int):
+    run_cases(n_cases, check_with_control, case=random_cases(), options=truncations())
 
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)

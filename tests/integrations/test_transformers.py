@@ -66,6 +66,12 @@ def sampled(model, tokenizer, prompts, **options):
     )
 
 
+def generated(model, prompts, **options):
+    """What model.generate returns with our loop, the evicting cache and the random numbers of `sampled`."""
+    options = {"max_new_tokens": 12, "generator": torch.Generator().manual_seed(1)} | options
+    return model.generate(**prompts, custom_generate=generate, cache=EVICTS, **options)
+
+
 @pytest.mark.parametrize("cache", [CacheSpec.dense(), CacheSpec("snapkv", budget=64)], ids=["dense", "large"])
 def test_greedy_decoding_without_evictions_is_that_of_transformers(model, prompts, cache):
     options = {"max_new_tokens": 20, "do_sample": False}
@@ -76,16 +82,8 @@ def test_greedy_decoding_without_evictions_is_that_of_transformers(model, prompt
 
 
 def test_the_output_holds_what_replay_needs(model, prompts):
-    output = model.generate(
-        **prompts,
-        custom_generate=generate,
-        cache=EVICTS,
-        max_new_tokens=20,
-        do_sample=True,
-        top_k=0,
-        temperature=0.8,
-        return_dict_in_generate=True,
-    )
+    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "temperature": 0.8}
+    output = generated(model, prompts, return_dict_in_generate=True, **options)
     assert isinstance(output, EvictingGenerateOutput)
     rollout = output.rollout
     assert torch.equal(output.sequences, rollout.input_ids)
@@ -98,16 +96,7 @@ def test_the_output_holds_what_replay_needs(model, prompts):
 
 
 def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
-    output = model.generate(
-        **prompts,
-        custom_generate=generate,
-        cache=EVICTS,
-        generator=torch.Generator().manual_seed(1),
-        max_new_tokens=12,
-        num_return_sequences=3,
-        do_sample=True,
-        top_k=0,
-    )
+    output = generated(model, prompts, num_return_sequences=3, do_sample=True, top_k=0)
     expected = sampled(model, tokenizer, prompts, num_return_sequences=3)
     assert torch.equal(output, expected.input_ids)
 
@@ -123,16 +112,7 @@ def test_it_samples_what_the_public_generate_samples(model, tokenizer, prompts):
     ids=str,
 )
 def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, options, taken):
-    output = model.generate(
-        **prompts,
-        custom_generate=generate,
-        cache=EVICTS,
-        generator=torch.Generator().manual_seed(1),
-        max_new_tokens=12,
-        do_sample=True,
-        return_dict_in_generate=True,
-        **options,
-    )
+    output = generated(model, prompts, do_sample=True, return_dict_in_generate=True, **options)
     expected = sampled(model, tokenizer, prompts, **taken)
     assert torch.equal(output.sequences, expected.input_ids)
     masks = output.rollout.sampling_masks
@@ -145,26 +125,16 @@ def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, opti
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_p": 0.8}], ids=str)
 def test_renormalize_logits_changes_nothing(model, prompts, options):
-    def rollout(**more):
-        return model.generate(
-            **prompts,
-            custom_generate=generate,
-            cache=EVICTS,
-            generator=torch.Generator().manual_seed(1),
-            max_new_tokens=12,
-            return_dict_in_generate=True,
-            **options | more,
-        ).rollout
-
-    plain, renormalized = rollout(), rollout(renormalize_logits=True)
+    options = options | {"return_dict_in_generate": True}
+    plain = generated(model, prompts, **options).rollout
+    renormalized = generated(model, prompts, renormalize_logits=True, **options).rollout
     assert torch.equal(renormalized.input_ids, plain.input_ids)
     assert torch.equal(renormalized.rollout_logps, plain.rollout_logps)
 
 
 def test_max_rows_reaches_the_rollout(model, prompts):
-    options = {"custom_generate": generate, "cache": EVICTS, "max_new_tokens": 8, "do_sample": False}
-    options["return_dict_in_generate"] = True
-    whole, parts = (model.generate(**prompts, **options, max_rows=n).rollout for n in (None, 1))
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    whole, parts = (generated(model, prompts, **options, max_rows=n).rollout for n in (None, 1))
     assert parts.kv_bytes < whole.kv_bytes
     assert torch.equal(parts.input_ids, whole.input_ids)
 
@@ -178,45 +148,53 @@ def filled_cache(model, prompts):
     return model(prompts.input_ids[:, :2], past_key_values=DynamicCache(), use_cache=True).past_key_values
 
 
+def wrong_inputs(model, tokenizer, prompts):
+    """Inputs that transformers takes and a rollout does not, by the name that the error gives."""
+    texts = ["2+3=", "100+2=", "7"]
+    return {
+        "position_ids": {"position_ids": torch.arange(prompts.input_ids.shape[1]).expand(3, -1)},
+        "past_key_values": {"past_key_values": filled_cache(model, prompts)},
+        "inputs_embeds": {"inputs_embeds": model.get_input_embeddings()(prompts.input_ids)}
+        | dict.fromkeys(prompts),
+        "left-padded": tokenizer(texts, return_tensors="pt", padding=True, padding_side="right"),
+    }
+
+
+@pytest.mark.parametrize("key", ["position_ids", "past_key_values", "inputs_embeds", "left-padded"])
+def test_other_inputs_are_refused_by_their_name(model, tokenizer, prompts, key):
+    inputs = {**prompts} | {**wrong_inputs(model, tokenizer, prompts)[key]}
+    with pytest.raises(ValueError, match=key):
+        model.generate(**inputs, custom_generate=generate, cache=EVICTS, max_new_tokens=4, do_sample=False)
+
+
+def processors(one):
+    return {"do_sample": True, "logits_processor": LogitsProcessorList([one])}
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("key", "options"),
     [
-        ({"cache": None}, "cache must be given to model.generate"),
-        ({"cache": "snapkv"}, "cache must be a CacheSpec, got 'snapkv'; give CacheSpec("),
-        ({"max_rows": 4.5}, "max_rows must be a whole number"),
-        ({"generator": 5}, "generator must be a torch.Generator or None, got 5"),
-        (
-            {"repetition_penalty": 1.2},
-            "replays no other change. Options that the call does not set are those of model.generation",
-        ),
-        ({"do_sample": True, "typical_p": 0.5}, "got TopKLogitsWarper, TypicalLogitsWarper"),
-        (
-            {"do_sample": True, "logits_processor": LogitsProcessorList([MinPLogitsWarper(0.1)])},
-            "each at most once and in this order, got MinPLogitsWarper, TopKLogitsWarper",
-        ),
-        (
-            {"logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=3)])},
-            "min_tokens_to_keep must be 1",
-        ),
-        (
-            {"logits_processor": LogitsProcessorList([TopKLogitsWarper(9, filter_value=-9.0)])},
-            "filter_value -inf",
-        ),
-        ({"do_sample": True, "penalty_alpha": 0.6, "top_k": 0}, "penalty_alpha must be left out"),
-        ({"num_beams": 2}, "generation must be greedy or sampling, got beam_search"),
-        ({"stopping_criteria": StoppingCriteriaList([Never()])}, "must be eos_token_id and max_new_tokens"),
-        ({"cache_implementation": "static"}, "cache_implementation must be left out, got 'static'"),
-        ({"use_cache": False}, "use_cache must be True"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores must be left out"),
-        ({"position_ids": torch.arange(7).expand(3, -1)}, "position_ids must be left out"),
+        ("cache", {"cache": None}),
+        ("CacheSpec", {"cache": "snapkv"}),
+        ("max_rows", {"max_rows": 4.5}),
+        ("generator", {"generator": 5}),
+        ("RepetitionPenalty", {"repetition_penalty": 1.2}),
+        ("TypicalLogitsWarper", {"do_sample": True, "typical_p": 0.5}),
+        ("MinPLogitsWarper, TopKLogitsWarper", processors(MinPLogitsWarper(0.1))),
+        ("min_tokens_to_keep", processors(TopPLogitsWarper(0.9, min_tokens_to_keep=3)) | {"top_k": 0}),
+        ("filter_value", processors(TopKLogitsWarper(9, filter_value=-9.0)) | {"top_k": 0}),
+        ("penalty_alpha", {"do_sample": True, "penalty_alpha": 0.6, "top_k": 0}),
+        ("beam_search", {"num_beams": 2}),
+        ("eos_token_id and max_new_tokens", {"stopping_criteria": StoppingCriteriaList([Never()])}),
+        ("cache_implementation", {"cache_implementation": "static"}),
+        ("use_cache", {"use_cache": False}),
+        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_what_a_rollout_cannot_do_is_refused(model, prompts, options, words):
+def test_what_a_rollout_cannot_do_is_refused(model, prompts, key, options):
     options = {"cache": EVICTS, "max_new_tokens": 4, "do_sample": False} | options
-    if "position_ids" in options:
-        options["position_ids"] = torch.arange(prompts.input_ids.shape[1]).expand(3, -1)
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+    with pytest.raises(ValueError, match=re.escape(key)) as error:
         model.generate(**prompts, custom_generate=generate, **options)
     assert "\n" not in str(error.value)
 
@@ -238,32 +216,6 @@ def test_criteria_of_the_caller_count(model, prompts):
         as_option = model.generate(**prompts, eos_token_id=eos, **options)
         assert torch.equal(as_option, as_criterion)
     assert (as_criterion[0, n_prompt + 3 :] == 0).all()
-
-
-def test_embeddings_are_refused_by_their_name(model, prompts):
-    embeddings = model.get_input_embeddings()(prompts.input_ids)
-    with pytest.raises(ValueError, match="inputs_embeds must be left out: a rollout takes input_ids"):
-        model.generate(inputs_embeds=embeddings, custom_generate=generate, cache=EVICTS, max_new_tokens=4)
-
-
-def test_right_padded_prompts_are_refused_with_the_side_to_choose(model, tokenizer):
-    texts = ["2+3=", "100+2=", "7"]
-    prompts = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-    words = "prompts must be left-padded, got an attention_mask with 0 in the last column"
-    with pytest.raises(ValueError, match=words):
-        model.generate(**prompts, custom_generate=generate, cache=EVICTS, max_new_tokens=4, do_sample=False)
-
-
-def test_a_filled_cache_is_refused(model, prompts):
-    with pytest.raises(ValueError, match="past_key_values must be empty"):
-        model.generate(
-            **prompts,
-            custom_generate=generate,
-            cache=EVICTS,
-            past_key_values=filled_cache(model, prompts),
-            max_new_tokens=4,
-            do_sample=False,
-        )
 
 
 def empty_cache(model, n_rows=3):
@@ -313,5 +265,5 @@ def test_a_forward_that_is_not_ours_refuses_a_cache(model, prompts):
 
 def test_a_model_that_was_not_prepared_is_refused(tokenizer, prompts):
     raw = tiny_qwen3(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, 32, 1)
-    with pytest.raises(ValueError, match="pass the model through prepare_backbone first"):
+    with pytest.raises(ValueError, match="prepare_backbone"):
         raw.generate(**prompts, custom_generate=generate, cache=EVICTS, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""EvictingGRPOTrainer and EvictingRLOOTrainer: TRL's own losses without evictions, exact replay with them."""
+"""The trainers of TRL that evict: TRL's own losses without evictions, and exact replay with them."""
 
 from dataclasses import replace
 
@@ -19,23 +19,14 @@ from tests.integrations.trl_runs import (
     PROMPTS,
     TWICE,
     Recorder,
-    save_model,
     train,
     train_plain,
-    train_plain_rloo,
 )
 from tests.tiers import slow
 
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length")
-PLAIN = {EvictingGRPOTrainer: train_plain, EvictingRLOOTrainer: train_plain_rloo}
-TRAINERS = pytest.mark.parametrize("trainer", PLAIN)
-RLOO = {"trainer": EvictingRLOOTrainer}
+TRAINERS = [EvictingGRPOTrainer, EvictingRLOOTrainer]
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def lora():
@@ -65,20 +56,18 @@ def largest_gap(rows):
         slow({"steps_per_generation": 2, "per_device_train_batch_size": 4}),
         slow({"mask_truncated_completions": True}),
         {"mask_truncated_completions": True, "max_completion_length": 1},  # no token of the batch counts
-        RLOO,
-        RLOO | TWICE,
-        slow(RLOO | {"beta": 0.0}),
-        slow(RLOO | {"normalize_advantages": True, "temperature": 0.7}),
-        slow(RLOO | {"mask_truncated_completions": True}),
-        slow(RLOO | IN_TWO_PARTS),
+        *[{"trainer": EvictingRLOOTrainer} | options for options in ({}, TWICE)],
+        slow({"trainer": EvictingRLOOTrainer, "beta": 0.0}),
+        slow({"trainer": EvictingRLOOTrainer, "normalize_advantages": True, "temperature": 0.7}),
+        slow({"trainer": EvictingRLOOTrainer, "mask_truncated_completions": True}),
+        slow({"trainer": EvictingRLOOTrainer} | IN_TWO_PARTS),
     ],
     ids=str,
 )
 def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, options):
-    options = {"trainer": EvictingGRPOTrainer} | options
     recorder = Recorder()
     ours, rows = train(model, tmp_path, reward=recorder, **KEEPS_ALL | options)
-    plain, plain_rows = PLAIN[options.pop("trainer")](model, tmp_path, recorder, **options)
+    plain, plain_rows = train_plain(model, tmp_path, recorder, **options)
     assert len(rows) == len(plain_rows) >= 3
     for row, expected in zip(rows, plain_rows, strict=True):
         for name in {*SAME, "kl"} & set(expected):
@@ -87,11 +76,11 @@ def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, o
     assert distance(ours, plain) < 1e-4
 
 
-@TRAINERS
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_with_evictions_trl_alone_has_other_losses(model, tmp_path, trainer):
     recorder = Recorder()
     ours, rows = train(model, tmp_path, trainer=trainer, reward=recorder)
-    plain, plain_rows = PLAIN[trainer](model, tmp_path, recorder)
+    plain, plain_rows = train_plain(model, tmp_path, recorder, trainer=trainer)
     assert rows[0]["grad_norm"] != pytest.approx(plain_rows[0]["grad_norm"], rel=1e-2)
     assert distance(ours, plain) > 1e-2
 
@@ -104,17 +93,16 @@ def test_the_learner_replays_what_the_sampler_saw(model, tmp_path, policy):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("trainer", "correction"),
     [
-        {"correction": "naive"},
-        slow({"correction": "tis"}),
-        slow({"correction": "mis"}),
-        {"correction": "naive"} | RLOO,
+        (EvictingGRPOTrainer, "naive"),
+        slow(EvictingGRPOTrainer, "tis"),
+        slow(EvictingGRPOTrainer, "mis"),
+        (EvictingRLOOTrainer, "naive"),
     ],
-    ids=str,
 )
-def test_without_the_shadow_the_gap_is_far_above(model, tmp_path, options):
-    _, rows = train(model, tmp_path, **options)
+def test_without_the_shadow_the_gap_is_far_above(model, tmp_path, trainer, correction):
+    _, rows = train(model, tmp_path, trainer=trainer, correction=correction)
     assert all(row["kv/replay_gap"] > 0.1 for row in rows)
 
 
@@ -140,12 +128,12 @@ def test_evictions_that_are_one_query_late_are_caught(model, tmp_path):
     assert rows[0]["kv/replay_gap"] > 1e-3
 
 
-@TRAINERS
-@pytest.mark.parametrize("options", [{}, slow(IN_TWO_PARTS), TWICE, {"steps_per_generation": 2}], ids=str)
-def test_the_gap_is_measured_before_the_first_update_on_a_rollout(model, tmp_path, options, trainer):
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("options", [IN_TWO_PARTS, TWICE, {"steps_per_generation": 2}], ids=str)
+def test_the_gap_is_measured_before_the_first_update_on_a_rollout(model, tmp_path, trainer, options):
     _, rows = train(model, tmp_path, trainer=trainer, **options)
     measured = [row for row in rows if "kv/replay_gap" in row]
-    n_rollouts = len(rows) if options in ({}, IN_TWO_PARTS) else (len(rows) + 1) // 2
+    n_rollouts = len(rows) if options is IN_TWO_PARTS else (len(rows) + 1) // 2
     assert len(measured) == n_rollouts
     assert largest_gap(measured) < 1e-4
 
@@ -182,13 +170,13 @@ def test_the_reference_replays_too(model, tmp_path, peft_config):
     assert rows[0]["kl"] > 1e-4
 
 
-@TRAINERS
-def test_an_adapter_learns_from_replayed_rollouts(model, tmp_path, trainer):
-    learner, rows = train(model, tmp_path, trainer=trainer, arguments={"peft_config": lora()}, beta=0.1)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_adapter_and_its_reference_replay(model, tmp_path, trainer):
+    found, rows = train(model, tmp_path, trainer=trainer, arguments={"peft_config": lora()}, beta=0.1)
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert abs(rows[-1]["kl"]) > 1e-5
-    trained = dict(learner.model.named_parameters())
+    trained = dict(found.model.named_parameters())
     assert any("lora_B" in name and p.abs().max() > 0 for name, p in trained.items())
 
 

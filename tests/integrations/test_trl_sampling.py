@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
-from lit_rlkv.integrations.trl.batches import rollout_of
 from tests.integrations.trl_runs import (
     IN_TWO_PARTS,
     KEEPS_ALL,
@@ -18,24 +17,16 @@ from tests.integrations.trl_runs import (
     Recorder,
     Watched,
     completion_logits,
-    save_model,
+    kept_logits,
     tokenizer,
     train,
     train_plain,
-    train_plain_rloo,
 )
 from tests.tiers import slow
 
 TOP_K, TOP_P, MIN_P = {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}
 ALL_THREE = {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}
 TRAINERS = [EvictingGRPOTrainer, slow(EvictingRLOOTrainer)]
-PLAIN = {EvictingGRPOTrainer: train_plain, EvictingRLOOTrainer: train_plain_rloo}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Give a model with several likely tokens at most positions."""
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def gaps(rows):
@@ -88,23 +79,14 @@ def test_sets_of_the_whole_vocabulary_give_the_losses_of_trl(model, tmp_path, tr
     everything = {"top_k": len(tokenizer())}
     ours, rows = train(model, tmp_path, trainer=trainer, reward=recorder, **KEEPS_ALL | options | everything)
     assert ours._rollout.sampling_masks is not None
-    _, plain_rows = PLAIN[trainer](model, tmp_path, recorder, **options)
+    _, plain_rows = train_plain(model, tmp_path, recorder, trainer=trainer, **options)
     for row, expected in zip(rows, plain_rows, strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy", "kl"):
             assert row[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
 
 
 def kept_logps(logits, batch):
-    """Return log-probs over the vocabulary of distributions over the kept tokens; -inf for the others."""
-    rollout = rollout_of(batch["rollout_rows"])
-    masks, is_kept = rollout.sampling_masks, torch.ones_like(logits, dtype=torch.bool)
-    places = rollout.response_mask[:, -logits.shape[1] :].nonzero().tolist()
-    counts = masks.counts[rollout.response_mask].tolist()
-    for (row, column), ids in zip(places, masks.token_ids.long().split(counts), strict=True):
-        is_kept[row, column] = False
-        is_kept[row, column, ids] = True
-    assert not is_kept.all()
-    return logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    return kept_logits(logits, batch).log_softmax(-1)
 
 
 def mean_over(mask, values):
@@ -186,17 +168,3 @@ def test_the_distillation_is_over_the_kept_tokens(model, tmp_path, distillation)
     expected = kl(kept_logps(dense, batch), kept_logps(sparse, batch))
     assert rows[0]["smd/kl"] == pytest.approx(expected, rel=1e-3)
     assert rows[0]["smd/kl"] != pytest.approx(kl(dense.log_softmax(-1), sparse.log_softmax(-1)), rel=5e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("correction", ["tis", "mis"])
-def test_importance_weights_are_of_the_renormalised_policy(model, tmp_path, correction):
-    trainer, _ = train(model, tmp_path, trainer=Watched, correction=correction, max_steps=1, **TOP_P)
-    plain, _ = train(model, tmp_path, trainer=Watched, correction="naive", max_steps=1, **TOP_P)
-    batch, network = trainer.batches[0], AutoModelForCausalLM.from_pretrained(model)
-    logps = kept_logps(completion_logits(network, batch, shadow=False).detach(), batch)
-    logps = logps.gather(-1, batch["completion_ids"][..., None]).squeeze(-1)
-    ratio = ((logps - batch["sampling_per_token_logps"]) * batch["completion_mask"]).exp()
-    weight = ratio.clamp(max=2) if correction == "tis" else ratio * ((ratio >= 0.5) & (ratio <= 2))
-    expected = plain.batches[0]["advantages"][:, None] * weight
-    torch.testing.assert_close(trainer.batches[0]["advantages"], expected, atol=1e-5, rtol=1e-4)

@@ -8,13 +8,8 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from tests.integrations.trl_runs import Watched, completion_logits, save_model, train
-from tests.tiers import diagonal, slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
+from tests.integrations.trl_runs import Watched, completion_logits, kept_logits, save_model, train
+from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +18,10 @@ def sharper(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("sharper"), scale=8.0)
 
 
-def dense_ratio(model, batch):
+def dense_ratio(model, batch, is_truncated=False):
     """Return π_old / sampler under the dense learner."""
-    model = AutoModelForCausalLM.from_pretrained(model)
-    logps = completion_logits(model, batch, shadow=False).log_softmax(-1).detach()
+    logits = completion_logits(AutoModelForCausalLM.from_pretrained(model), batch, shadow=False).detach()
+    logps = (kept_logits(logits, batch) if is_truncated else logits).log_softmax(-1)
     logps = logps.gather(-1, batch["completion_ids"][..., None]).squeeze(-1)
     return ((logps - batch["sampling_per_token_logps"]) * batch["completion_mask"]).exp()
 
@@ -37,22 +32,18 @@ def expected_weight(correction, ratio):
     return ratio * ((ratio >= 0.5) & (ratio <= 2))
 
 
+@pytest.mark.parametrize("correction", ["tis", "mis"])
 @pytest.mark.parametrize(  # TRL computes π_old itself with several iterations
-    ("correction", "num_iterations"), diagonal(["tis", "mis"], [1, 2])
+    "options", [{}, slow({"num_iterations": 2}), slow({"top_p": 0.7})], ids=str
 )
-def test_each_token_is_weighted_by_its_importance(model, tmp_path, correction, num_iterations):
-    options = {"max_steps": 1, "num_iterations": num_iterations}
-    trainer, _ = train(model, tmp_path, trainer=Watched, correction=correction, **options)
-    plain, _ = train(model, tmp_path, trainer=Watched, correction="naive", **options)
-    ratio = dense_ratio(model, trainer.batches[0])
+def test_each_token_is_weighted_by_its_importance(model, tmp_path, correction, options):
+    options = {"max_steps": 1, "trainer": Watched} | options
+    trainer, _ = train(model, tmp_path, correction=correction, **options)
+    plain, _ = train(model, tmp_path, correction="naive", **options)
+    ratio = dense_ratio(model, trainer.batches[0], is_truncated="top_p" in options)
     assert (ratio - 1).abs().max() > 0.1
-    advantages = plain.batches[0]["advantages"][:, None]
-    torch.testing.assert_close(
-        trainer.batches[0]["advantages"],
-        advantages * expected_weight(correction, ratio),
-        atol=1e-5,
-        rtol=1e-4,
-    )
+    expected = plain.batches[0]["advantages"][:, None] * expected_weight(correction, ratio)
+    torch.testing.assert_close(trainer.batches[0]["advantages"], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_mis_drops_tokens_outside_of_its_interval(sharper, tmp_path):

@@ -120,27 +120,26 @@ def train(*args, **options):
     return trainer, [row for row in trainer.state.log_history if "loss" in row]
 
 
-def train_plain(model, folder, recorder, **options):
-    """Train TRL's own GRPOTrainer on the completions of another training."""
+class PlainRLOO(RLOOTrainer):
+    """TRL's RLOOTrainer with the `rollout_func` that its GRPOTrainer has."""
+
+    def __init__(self, *args, rollout_func, **options):
+        self._rollout_func = rollout_func
+        super().__init__(*args, **options)
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+        return self._rollout_func(self.processing_class.batch_decode(prompt_ids), self)["completion_ids"]
+
+
+PLAIN = {EvictingGRPOTrainer: GRPOTrainer, EvictingRLOOTrainer: PlainRLOO}
+
+
+def train_plain(model, folder, recorder, *, trainer=EvictingGRPOTrainer, **options):
+    """Train TRL's own trainer in place of ours on the completions of another training."""
     options = {name: value for name, value in options.items() if name not in EVICTS}
     arguments = {**(options.pop("arguments", None) or {}), "rollout_func": recorder.rollout_func()}
     own = Recorder()
-    found = train(model, folder, trainer=GRPOTrainer, reward=own, arguments=arguments, **options)
-    assert own.completions == recorder.completions
-    return found
-
-
-def train_plain_rloo(model, folder, recorder, **options):
-    """Train TRL's own RLOOTrainer, which has no `rollout_func`, on the completions of another training."""
-    rollout = recorder.rollout_func()
-
-    class Recorded(RLOOTrainer):
-        def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
-            return rollout(self.processing_class.batch_decode(prompt_ids), self)["completion_ids"]
-
-    options = {name: value for name, value in options.items() if name not in EVICTS}
-    own = Recorder()
-    found = train(model, folder, trainer=Recorded, reward=own, **options)
+    found = train(model, folder, trainer=PLAIN[trainer], reward=own, arguments=arguments, **options)
     assert own.completions == recorder.completions
     return found
 
@@ -151,6 +150,19 @@ class Watched(EvictingGRPOTrainer):
     def _compute_loss(self, model, inputs):
         self.batches = [*getattr(self, "batches", []), inputs]
         return super()._compute_loss(model, inputs)
+
+
+def kept_logits(logits, batch):
+    """Return the logits of the completion with -inf for the tokens that the sampler did not keep."""
+    rollout = rollout_of(batch["rollout_rows"])
+    masks, is_kept = rollout.sampling_masks, torch.ones_like(logits, dtype=torch.bool)
+    places = rollout.response_mask[:, -logits.shape[1] :].nonzero().tolist()
+    counts = masks.counts[rollout.response_mask].tolist()
+    for (row, column), ids in zip(places, masks.token_ids.long().split(counts), strict=True):
+        is_kept[row, column] = False
+        is_kept[row, column, ids] = True
+    assert not is_kept.all()
+    return logits.masked_fill(~is_kept, -torch.inf)
 
 
 def completion_logits(model, batch, *, shadow):

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from lit_rlkv.config.schema import KLConfig
-from lit_rlkv.experience.advantages import GroupAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.corrections import Correction, truncated, unweighted
 from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import Rewards
 from tests.hand_built import ARMS, REPLAY, make_datamodule, make_module, make_roles, shift
 
 
@@ -73,15 +71,6 @@ def test_loss_equals_its_definition(arm, aggregation):
     assert loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_arms_with_a_dense_learner_recompute_what_the_sampler_saw_differently():
-    roles = shift(make_roles())
-    naive = make_datamodule(roles, correction=ARMS["naive"]).collect()
-    gap = (naive.old_logps - naive.rollout.rollout_logps)[naive.rollout.response_mask].abs()
-    assert float(gap.max()) > 0.05
-    shadow = make_datamodule(roles).collect()
-    assert torch.equal(shadow.old_logps, shadow.rollout.rollout_logps)
-
-
 def test_replay_out_of_bypass_mode_scores_the_policy_under_the_mask():
     roles, arm = shift(make_roles()), Correction(False, True, truncated, bypass_mode=False)
     experience = make_datamodule(roles, correction=arm).collect()
@@ -125,12 +114,6 @@ def test_weights_on_what_rounding_left_change_the_loss_only_where_it_left_someth
     assert unweighted_loss == pytest.approx(found["corrected", 0.0], abs=1e-5)
 
 
-def test_the_dense_arm_keeps_every_key():
-    rollout = make_datamodule(make_roles(), correction=ARMS["dense"]).collect().rollout
-    born = rollout.attention_mask[:, None, None].expand_as(rollout.evicted_at)
-    assert (rollout.evicted_at[born] > rollout.input_ids.shape[1]).all()
-
-
 def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
     roles = make_roles()
     module = make_module(roles)
@@ -149,23 +132,3 @@ def test_reference_kl_is_zero_for_the_reference_and_weighs_into_the_loss():
     k3 = (log_ratio.exp() - 1 - log_ratio) * batch.loss_weight
     expected = float(found["policy_loss"]) + 0.5 * float(k3.sum())
     assert found["loss"].item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_dapo_learns_from_disagreeing_groups_only():
-    roles = make_roles()
-    data = make_datamodule(roles, advantage=GroupAdvantage("dapo", filter_zero_std_groups=True))
-    experience = data.collect()
-    total = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
-    experience = replace(experience, rewards=Rewards(total=total, components={}))
-    (batch,) = data.splitter.minibatches(experience)
-    # the first and the last group disagree; the others stay in the batch, but weigh nothing in the loss
-    counted = {tuple(row) for row in batch.rollout.input_ids[(batch.loss_weight > 0).any(dim=1)].tolist()}
-    rows = experience.rollout.input_ids[torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])].tolist()
-    assert counted == {tuple(row) for row in rows}
-    assert len(batch.rollout.input_ids) == 16
-
-
-def test_a_kl_estimator_without_a_gradient_is_refused_in_the_loss():
-    with pytest.raises(ValueError, match="estimator=k1 has no useful gradient, so it does not serve in"):
-        KLConfig(weight=0.1, estimator="k1")
-    assert KLConfig(weight=0.1, place="reward", estimator="k1").estimator == "k1"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.experience.advantages import PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -15,8 +14,7 @@ from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.online_dpo import OnlineDPO
-from lit_rlkv.rewards.judges import right_then_short
-from lit_rlkv.types import Rewards, TrainBatch
+from lit_rlkv.types import TrainBatch
 from tests.hand_built import (
     ARMS,
     gradients_of,
@@ -26,6 +24,7 @@ from tests.hand_built import (
     shift,
     steps_of,
     tokens_of,
+    with_rewards,
 )
 from tests.modules.test_grpo import weights_by_definition
 
@@ -57,10 +56,6 @@ def roll_out(arm: str = "shadow", **options) -> tuple[Roles, RolloutDataModule, 
         if "lora_B" in name:
             parameter.data.mul_(2.0)
     return roles, data, experience
-
-
-def with_rewards(experience: Experience, total: list[float]) -> Experience:
-    return replace(experience, rewards=Rewards(torch.tensor(total, dtype=torch.float32), {}))
 
 
 def loss_by_definition(
@@ -175,15 +170,6 @@ def rows_of(experience: Experience, batch: TrainBatch) -> list[int]:
     return [rows.index(row) for row in tokens_of(batch.rollout)]
 
 
-def test_a_group_of_four_sends_its_first_best_and_last_worst():
-    _, data, experience = roll_out(drop_ties=False)
-    (batch,) = data.splitter.minibatches(experience)
-    rows = rows_of(experience, batch)
-    pairs = {(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)}
-    assert pairs == {*PAIRS, (4, 7)}  # the tie takes the first and the last
-    assert batch.n_pairs == 4
-
-
 def test_pairs_whose_sides_are_tied_count_nothing():
     roles, data, experience = roll_out()
     (batch,) = data.splitter.minibatches(experience)
@@ -241,46 +227,6 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     largest = max(float(g.abs().max()) for g in second.values())
     assert largest > 1e-3
     return max(float((first[name] - second[name]).abs().max()) for name in second) / largest
-
-
-def pairs_by(keys: list) -> list[tuple[int, int]]:
-    """Return the first best and the last worst row of each group of four."""
-    pairs = []
-    for start in range(0, 16, 4):
-        rows = range(start, start + 4)
-        pairs.append(
-            (max(rows, key=lambda row: (keys[row], -row)), min(rows, key=lambda row: (keys[row], -row)))
-        )
-    return pairs
-
-
-def pairs_of(data: RolloutDataModule, experience: Experience) -> list[tuple[int, int]]:
-    return [tuple(pair) for pair in data.advantage.compute(experience).units.tolist()]
-
-
-def test_a_judge_ranks_where_the_reward_ties():
-    data = make_data(make_roles(), judge=right_then_short)
-    experience = data.collect()
-    by_reward = pairs_by(experience.rewards.total.tolist())
-    lengths = [len(completion) for completion in experience.completions]
-    by_judge = pairs_by(list(zip(experience.rewards.total.tolist(), (-n for n in lengths), strict=True)))
-    assert pairs_of(data, experience) == by_judge != by_reward
-    assert pairs_of(data, replace(experience, verdicts=None)) == by_reward
-
-
-def test_a_penalty_for_cut_responses_changes_the_ranking():
-    roles = make_roles()
-    plain = make_data(roles, seed=1)
-    strict = make_data(roles, seed=1, reward=RewardConfig(verifier=1.0, missing_eos_penalty=10.0))
-    free, paid = plain.collect(), strict.collect()
-    assert torch.equal(free.rollout.input_ids, paid.rollout.input_ids)
-    assert 0 < paid.has_eos.sum() < 16
-    scores = [
-        r - 10.0 * (not ends) for r, ends in zip(free.rewards.total.tolist(), free.has_eos, strict=True)
-    ]
-    assert pairs_of(strict, paid) == pairs_by(scores) != pairs_of(plain, free)
-    best = [better for better, _ in pairs_of(strict, paid)]
-    assert any(paid.has_eos[row] and free.rewards.total[row] == 0.0 for row in best)
 
 
 def test_options_that_make_no_loss_are_refused_when_the_module_is_built():

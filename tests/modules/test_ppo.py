@@ -163,33 +163,6 @@ def test_one_part_learns_at_a_time_unless_that_is_turned_off():
     assert make_ppo(roles, separate_passes=False).learner_parts == BOTH
 
 
-def trained_by(layout: str, *learners: str) -> set[str]:
-    """Return the adapters, heads and backbones that get a gradient from a micro-batch of these learners."""
-    roles, data, experience = roll_out(layout)
-    (batch,) = data.splitter.minibatches(experience)
-    gradients = gradients_of(make_ppo(roles), [replace(batch, learners=learners, ends_step=False)])
-    found = set()
-    for name in (name for name, gradient in gradients.items() if gradient.abs().max() > 0):
-        parts = name.split(".")
-        found.add(parts[-2] if "lora_" in name else ".".join(parts[1:3]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("layout", "by_policy", "by_critic"),
-    [
-        ("hydra", {"policy"}, {"value", "heads.value"}),
-        ("dynamic_lora", {"policy"}, {"value", "heads.value"}),
-        ("j_hydra", {"joint"}, {"joint", "heads.value"}),
-        ("ppo", {"backbones.policy"}, {"backbones.value", "heads.value"}),
-    ],
-)
-def test_gradients_reach_the_learner_alone(layout: str, by_policy: set[str], by_critic: set[str]):
-    assert trained_by(layout, "policy") == by_policy
-    assert trained_by(layout, "value") == by_critic
-    assert trained_by(layout, "policy", "value") == by_policy | by_critic
-
-
 def n_steps(target_kl: float | None, n_epochs: int = 3) -> int:
     """Return the optimizer steps of two iterations with two minibatches per epoch."""
     roles = make_roles("hydra", ROLES)
@@ -278,3 +251,30 @@ def test_every_role_reads_the_rollout_under_the_view_of_its_arm(arm: str):
         assert ((found[role] - other).abs().max() > 1e-2) == (arm != "dense"), role
     dense = make_data(roles, arm, roles_config=RolesConfig(value_view="dense")).collect()
     assert (dense.values - seen_by(roles, "value", dense.rollout, False)).abs().max() < 1e-4
+
+
+def trained_by(layout: str, *learners: str) -> set[str]:
+    """Return the adapters, heads and backbones that get a gradient from a micro-batch of these learners."""
+    roles, data, experience = roll_out(layout)
+    (batch,) = data.splitter.minibatches(experience)
+    gradients = gradients_of(make_ppo(roles), [replace(batch, learners=learners, ends_step=False)])
+    found = set()
+    for name in (name for name, gradient in gradients.items() if gradient.abs().max() > 0):
+        parts = name.split(".")
+        found.add(parts[-2] if "lora_" in name else ".".join(parts[1:3]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_policy", "by_critic"),
+    [
+        ("hydra", {"policy"}, {"value", "heads.value"}),
+        ("dynamic_lora", {"policy"}, {"value", "heads.value"}),
+        ("j_hydra", {"joint"}, {"joint", "heads.value"}),
+        ("ppo", {"backbones.policy"}, {"backbones.value", "heads.value"}),
+    ],
+)
+def test_gradients_reach_the_learner_alone(layout: str, by_policy: set[str], by_critic: set[str]):
+    assert trained_by(layout, "policy") == by_policy
+    assert trained_by(layout, "value") == by_critic
+    assert trained_by(layout, "policy", "value") == by_policy | by_critic

@@ -13,8 +13,8 @@ from lit_rlkv.reporting.run_folder import RunReport
 from lit_rlkv.types import NEVER, Rollout
 
 
-def eval_row(cache, budget, accuracy):
-    return EvalRow(cache, budget, accuracy, 128, 10.0, 2048, 0.1, 1e-6)
+def eval_row(cache, budget, accuracy, n_problems=128):
+    return EvalRow(cache, budget, accuracy, n_problems, 10.0, 2048, 0.1, 1e-6)
 
 
 def make_rollout():
@@ -126,11 +126,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         self.ids += [found["id"]] if "id" in found else []
         self.classes += (found.get("class") or "").split()
-        self.links += [
-            value
-            for name, value in attrs
-            if name in ("src", "href", "xlink:href", "srcset", "data", "action")
-        ]
+        self.links += [value for name, value in attrs if name in LINKS]
 
     def handle_endtag(self, tag):
         self.is_balanced &= bool(self.open) and self.open.pop() == tag

@@ -58,11 +58,6 @@ def test_evaluations_stand_side_by_side_with_intervals():
     assert list(found) == ["dense", "random 16+4", "h2o 8+4"]
 
 
-def test_a_run_that_has_not_been_trained_yet_shows_its_first_evaluation():
-    _, rows = comparison_cells({"a": replace(FULL, after=[])})
-    assert rows[1][:2] == ["random 16+4", "45.6% [37.2, 54.2]"]
-
-
 @pytest.fixture(scope="module")
 def page():
     return Page(render_comparison(RUNS, comparison_figures(RUNS)))
@@ -75,17 +70,6 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(page):
     assert [name for name in page.ids if name in sections] == list(sections)
     assert all(link.startswith("#") for link in page.links)
     assert {link[1:] for link in page.links} <= set(page.ids)
-
-
-def test_the_page_shows_only_the_settings_that_differ(page):
-    texts = [text.strip() for text in page.texts if text.strip()]
-    differing = texts[texts.index("Key") :]
-    assert differing == ["Key", "a", "b", "seed", "3", "4", "correction.replays", "true", "false"]
-
-
-def test_runs_of_one_config_have_no_section_of_differences():
-    page = Page(render_comparison({"a": FULL, "b": FULL}, []))
-    assert "Config" not in page.ids
 
 
 @pytest.mark.parametrize(

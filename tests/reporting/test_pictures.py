@@ -4,7 +4,6 @@ import pytest
 
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.pictures import figures
-from lit_rlkv.reporting.report import render
 from tests.reporting.plots.drawn import POSITIONS, layers
 from tests.reporting.plots.test_kept_keys import CACHE
 from tests.reporting.reports import EMPTY, FULL, JUDGED, make_rollout
@@ -73,20 +72,6 @@ def test_each_measurement_has_its_pictures():
     assert names(replace(EMPTY, diagnostics=[layers(1, 0.1)])) == ["Which layer's eviction matters"]
     ess = [{"iteration": 1, "kv/arms/tis/ess": 0.5}]
     assert names(replace(EMPTY, history=ess)) == ["What is left after a correction"]
-
-
-def test_the_last_measurement_is_the_one_that_is_shown():
-    earlier = {**POSITIONS, "iteration": 1, "overlap_mean": [0.1] * 4}
-    pictures = figures(replace(EMPTY, diagnostics=[earlier, layers(1, 0.1), POSITIONS]))
-    (overlap,) = (picture for picture in pictures if picture.name == "Overlap by position")
-    assert overlap.figure.axes[0].lines[0].get_ydata()[1] == 0.9
-    assert overlap.caption.startswith("In iteration 7:")
-
-
-def test_the_page_has_them():
-    report = replace(EMPTY, diagnostics=[POSITIONS, layers(1, 0.1)])
-    page = render(report, figures(report))
-    assert page.count("<figure") == 4
 
 
 def test_the_last_measurement_has_its_pictures():

@@ -7,12 +7,10 @@ import pytest
 from rich.console import Console
 from rich.errors import MarkupError
 
-from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.reporting import progress
 from lit_rlkv.reporting.progress import (
     ProgressBar,
     StepProgressBar,
-    format_fields,
     say,
     track,
 )
@@ -40,23 +38,12 @@ def run(bar, iterations, n_iterations, **metrics):
     bar.on_fit_end(None, None)
 
 
-def test_its_hooks_are_ones_that_are_called():
-    check_hooks([ProgressBar(console=plain())])
-
-
 def test_without_a_terminal_there_is_a_line_for_every_tenth():
     console = plain()
     run(ProgressBar(console=console), range(1, 41), 40, reward=0.5, tokens_per_second=4100.4)
     assert [line.split("  ")[0] for line in lines(console)] == [f"iteration {n}/40" for n in range(4, 41, 4)]
     assert "reward 0.500  tokens/s 4,100" in lines(console)[0]
     assert "\x1b" not in console.file.getvalue()
-
-
-def test_a_short_run_has_a_line_for_each_iteration():
-    console = plain()
-    run(ProgressBar("warm-up", console), (1, 2, 3), 3, loss=0.12345)
-    assert [line[:11] for line in lines(console)] == ["warm-up 1/3", "warm-up 2/3", "warm-up 3/3"]
-    assert "loss 0.123" in lines(console)[0]
 
 
 def test_time_left_after_a_resume_counts_only_what_was_done_here(monkeypatch):
@@ -173,15 +160,6 @@ def test_a_part_of_a_unit_counts_as_a_fraction_until_the_unit_ends(monkeypatch):
     ]
 
 
-def test_other_work_is_tracked_with_the_same_lines():
-    console = plain()
-    with track("evaluate [dense]", 20, console) as advance:
-        for _ in range(10):
-            advance(2, accuracy=0.51234)
-    assert len(lines(console)) == 10
-    assert lines(console)[0].startswith("evaluate [dense] 2/20  accuracy 0.512  ")
-
-
 def test_a_failure_inside_tracked_work_gives_the_terminal_back(monkeypatch):
     console = terminal(monkeypatch)
 
@@ -193,13 +171,6 @@ def test_a_failure_inside_tracked_work_gives_the_terminal_back(monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         fail()
     assert console.file.getvalue().endswith(SHOW_CURSOR)
-
-
-def test_numbers_beside_the_bar_are_short():
-    assert (
-        format_fields({"loss": 0.123456, "tokens": 12345, "arm": "smd"})
-        == "loss 0.123  tokens 12,345  arm smd"
-    )
 
 
 def test_brackets_and_colons_of_users_are_no_markup():
@@ -221,10 +192,3 @@ def test_a_task_that_is_mostly_short_shows_nothing_until_it_takes_longer(monkeyp
             assert (console.file.getvalue() == "") is (now[0] < 102)
         advance(20)
     assert "40/40" in console.file.getvalue()
-
-
-def test_a_task_that_ends_early_shows_nothing():
-    console = plain()
-    with track("check", 2, console, quiet_s=60.0) as advance:
-        advance(2)
-    assert console.file.getvalue() == ""

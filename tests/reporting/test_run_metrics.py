@@ -7,11 +7,9 @@ import pytest
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.run_metrics import (
-    FINAL_METRICS,
     SECONDS,
     TOKENS,
     final_metrics,
-    last_axis_values,
     read_metrics,
 )
 
@@ -45,15 +43,6 @@ def test_a_resumed_run_continues_its_axes_without_the_time_in_between():
     (row,) = rows_of(axes, 20)
     assert row[TOKENS] == 200
     assert 2000 < row[SECONDS] < 2000.2
-
-
-def test_a_run_begins_at_zero():
-    assert last_axis_values([]) == {"iteration": 0.0, TOKENS: 0.0, SECONDS: 0.0}
-
-
-def test_the_statistics_of_the_rollout_have_to_come_first():
-    with pytest.raises(KeyError, match="num_tokens"):
-        RunAxes().on_iteration_end(1, 1, {})
 
 
 def read(path):
@@ -209,8 +198,3 @@ def test_missing_measurements_are_left_out():
     assert final_metrics(BEFORE, [], 16) == {}
     assert "eval/learned_reward" not in final_metrics([], AFTER, 16)
     assert final_metrics([], [row(16, 0.8, learned=1.5)], 16)["eval/learned_reward"] == 1.5
-
-
-def test_no_name_is_missing_in_the_list_of_all():
-    full = final_metrics(BEFORE, [row(None, 0.9), row(16, 0.8, learned=1.5)], 16)
-    assert tuple(full) == FINAL_METRICS

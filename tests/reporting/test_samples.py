@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from rich.console import Console
 
-from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.reporting.logged_samples import MAX_REPORTED, LoggedSample, read_samples, select_samples
@@ -57,19 +56,11 @@ def shown(samples):
     return console.file.getvalue()
 
 
-def test_its_hooks_are_ones_that_are_called(tmp_path):
-    check_hooks([make_samples(tmp_path)])
-
-
 def test_the_first_response_to_each_of_the_first_prompts_is_drawn():
     assert draw_samples(make_experience(iteration=4), n=2) == [
         LoggedSample("question 0", "answer 0 of 4", 0.0, 5, "solution 0"),
         LoggedSample("question 1", "answer 2 of 4", 0.5, 5, "solution 1"),
     ]
-
-
-def test_fewer_prompts_than_wanted_give_fewer_samples():
-    assert len(draw_samples(make_experience(n_prompts=3), n=10)) == 3
 
 
 def test_samples_are_drawn_every_so_many_iterations_from_the_first_on(tmp_path):

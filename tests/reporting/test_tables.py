@@ -14,7 +14,6 @@ from lit_rlkv.reporting.tables import (
     markdown_table,
     score_cells,
     score_table,
-    stage_cells,
     summary_table,
 )
 
@@ -75,10 +74,6 @@ def test_an_evaluation_that_lists_a_cache_twice_is_refused():
         compare_caches([], [AFTER[1], AFTER[1]])
 
 
-def test_times_end_with_their_sum():
-    assert stage_cells({"sft": 90.0, "rl": 5.5})[1] == [["sft", "1:30"], ["rl", "5.5 s"], ["total", "1:36"]]
-
-
 def test_the_terminal_shows_both_tables_in_eighty_columns():
     text = shown(summary_table(BEFORE, AFTER, {"rl": 92.0}))
     assert "random 16+4" in text
@@ -103,10 +98,6 @@ def test_a_reward_model_is_summed_up_in_a_sentence_and_its_scores_in_a_table():
 
 def test_names_in_brackets_are_no_markup():
     assert "[bold]x[/]" in shown(summary_table([], [eval_row("[bold]x[/]", 8, 0.5)], {"[red]": 1.0}))
-
-
-def test_nothing_measured_shows_nothing():
-    assert shown(summary_table([], [], {})).strip() == ""
 
 
 DENSE = EvalRow("dense", None, 0.75, 8, 5.5, 2048, 0.0, 1e-7)

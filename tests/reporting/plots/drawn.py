@@ -2,35 +2,16 @@
 
 import torch
 
-from lit_rlkv.evaluation.results import EvalRow
-from lit_rlkv.types import NEVER, Rollout
-
-
-def make_rollout(evicted_at, n_pad=1, n_prompt=2):
-    """One row of `n_pad` padding and `n_prompt` prompt columns; the rest are actions."""
-    evicted_at = torch.as_tensor(evicted_at, dtype=torch.int32)[None]
-    seq = evicted_at.shape[-1]
-    attention_mask = torch.arange(seq)[None] >= n_pad
-    response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
-    evicted_at = evicted_at.masked_fill(~attention_mask[:, None, None], 0)
-    return Rollout(
-        torch.zeros(1, seq, dtype=torch.long),
-        attention_mask,
-        response_mask,
-        torch.zeros(1, seq),
-        evicted_at,
-        0,
-    )
-
+from lit_rlkv.types import NEVER
+from tests.hand_built import one_row
 
 N = NEVER
 
 
-TWO_HEADS = make_rollout([[[0, N, 4, N, N, N], [0, 4, 4, N, N, N]]])
+TWO_HEADS = one_row([[[0, N, 4, N, N, N], [0, 4, 4, N, N, N]]])
 
 
-def eval_row(cache, budget, accuracy):
-    return EvalRow(cache, budget, accuracy, 100, 10.0, 1024, 0.1, 1e-6)
+NOTHING = one_row(torch.zeros(1, 1, 3), n_pad=3)
 
 
 def line(figure, label):

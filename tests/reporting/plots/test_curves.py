@@ -4,7 +4,8 @@ import pytest
 from lit_rlkv.diagnostics.importance_ratios import CORRECTION_WEIGHTS
 from lit_rlkv.reporting.plots import curves, style
 from lit_rlkv.reporting.plots.curves import CurveSet, draw_metrics, draw_runs
-from tests.reporting.plots.drawn import eval_row, labels, line
+from tests.reporting.plots.drawn import labels, line
+from tests.reporting.reports import eval_row
 
 
 def history(**metrics):
@@ -90,13 +91,6 @@ def test_equal_curves_of_two_runs_both_show():
     assert second.get_linestyle() == "--"
 
 
-def test_one_curve_of_several_that_the_caption_names_has_a_legend():
-    several = draw_metrics(curves_on("free", x="x", y="y"), history(x=[1.0, 2.0])).axes[0]
-    alone = draw_metrics(curves_on("free", x="x"), history(x=[1.0, 2.0])).axes[0]
-    assert [text.get_text() for text in several.get_legend().get_texts()] == ["x"]
-    assert alone.get_legend() is None
-
-
 def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
     sets = [one for section in curves.CURVES.values() for one in section]
     assert all(one.caption.endswith(".") and one.y_label for one in sets)
@@ -135,7 +129,7 @@ def test_a_single_evaluation_has_no_before_and_after():
 
 
 def test_accuracies_have_their_wilson_intervals():
-    rows = [eval_row("dense", None, 1.0), eval_row("h2o 8", 8, 0.5)]  # of 100 problems
+    rows = [eval_row("dense", None, 1.0, 100), eval_row("h2o 8", 8, 0.5, 100)]
     axes = curves.accuracy_against_budget([], rows).axes[0]
     (whiskers,) = axes.collections[0].get_paths()
     # 0.5 of 100: the Wilson interval is 0.5 ± 0.0962
@@ -151,10 +145,3 @@ def test_reliability_draws_what_was_observed_against_what_was_predicted():
     assert list(head.get_ydata()) == [0.0, 0.25, 1.0]
     assert list(diagonal.get_xdata()) == list(diagonal.get_ydata()) == [0, 1]
     assert [bar.get_height() for bar in axes.patches] == [0.3, 0.2, 0.5]
-
-
-def test_reliability_bars_stand_in_their_bins():
-    # A mean confidence of 1 - 1e-17 is 1 in floating point, and still of the bin from 0.9 to 1.
-    bars = curves.reliability([0.09, 0.11, 1.0], [0.0, 0.5, 1.0], [1, 1, 1]).axes[0].patches
-    centres = [bar.get_x() + bar.get_width() / 2 for bar in bars]
-    assert centres == pytest.approx([0.05, 0.15, 0.95])

@@ -25,7 +25,3 @@ def test_a_figure_becomes_an_image_of_its_size_on_white():
     row = image[PIXELS_PER_INCH // 2]
     assert list(row[PIXELS_PER_INCH // 2]) == [255, 0, 0]  # the left half is red
     assert list(row[-1]) == [255, 255, 255]
-
-
-def test_another_colour_gives_another_image():
-    assert not np.array_equal(painted("#ff0000"), painted("#fe0000"))
