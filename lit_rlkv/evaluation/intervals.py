@@ -1,7 +1,4 @@
-"""Confidence intervals of accuracies and other means, without torch.
-
-benchmarks/interval_coverage.py simulates how often they cover.
-"""
+"""Confidence intervals of accuracies and other means, without torch."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -84,7 +84,7 @@ def test_a_row_that_was_cut_is_no_row(tmp_path):
     assert [row["iteration"] for row in MetricsFile(path, resumed_at=11).history] == [9.0, 10.0]
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "a line cut", "zeros at the end", "a row short"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "a line cut", "zeros at the end"])
 def test_a_resumed_run_says_how_many_rows_are_missing_and_keeps_the_last_axes(tmp_path, caplog, damage):
     path = tmp_path / "metrics.csv"
     first = MetricsFile(path)
@@ -96,7 +96,6 @@ def test_a_resumed_run_says_how_many_rows_are_missing_and_keeps_the_last_axes(tm
         "empty": b"",
         "a line cut": b"".join(lines[:3])[:-4],
         "zeros at the end": b"".join(lines[:2]) + b"\0" * 4096,
-        "a row short": b"".join([*lines[:2], b"2.0\r\n", lines[3]]),
     }[damage]
     path.unlink()
     if damage != "missing":
@@ -104,7 +103,6 @@ def test_a_resumed_run_says_how_many_rows_are_missing_and_keeps_the_last_axes(tm
     again = MetricsFile(path, resumed_at=3, last={"rollout/tokens": 300.0})
     n_kept = 1 if damage in ("a line cut", "zeros at the end") else 0
     assert f"{path} lacks the rows of {2 - n_kept} of 3 iterations up to the checkpoint" in caplog.text
-    assert (tmp_path / "metrics.csv.damaged").exists() == (damage == "a row short")
     assert RunAxes(again.history).n_tokens == 300
     assert [row["iteration"] for row in read(path)] == ["1.0"] * n_kept + ["3.0"]
 

@@ -9,6 +9,7 @@ import pytest
 import wandb
 from matplotlib.figure import Figure
 
+from lit_rlkv.files import DamagedFileError
 from lit_rlkv.reporting.loggers import GuardedLogger
 from lit_rlkv.reporting.loggers.wandb_run import WandbRun
 from lit_rlkv.reporting.pictures import Picture
@@ -144,9 +145,8 @@ def test_a_resume_offline_replaces_the_part_of_before_unless_it_was_uploaded(tmp
 def test_only_an_id_of_wandb_is_taken_from_the_folder(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "wandb.json").write_text('{"id": "../*"}')
-    logger = opened(tmp_path / "run")
-    logger.close(is_complete=True)
-    assert logger.run.id != "../*"
+    with pytest.raises(DamagedFileError, match="is no id of a W&B run"):
+        opened(tmp_path / "run")
 
 
 KILLS_SERVICE = """
