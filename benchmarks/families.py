@@ -85,6 +85,7 @@ LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _INDEXED},
     "qwen4_exp_text": _INDEXED,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "gemma3": {"text_config": _SHARED},
     "gemma3_text": _SHARED,
     "gemma3n_text": _SHARED,
     "gemma4_text": _SHARED,
@@ -112,9 +113,12 @@ class Verdict:
     """The same where the learner sees every key: what replay is for."""
     routing_gap: float | None = None
     """The same where the learner takes the sampler's experts; None if its routing cannot be replayed."""
+    n_evicting: int = 0
+    """Layers with attention whose keys are bounded by the budget."""
     n_windows: int = 0
-    """Layers with a sliding window."""
-    n_layers: int = 0
+    """Layers with a sliding window, or with attention in chunks."""
+    n_states: int = 0
+    """Layers with a state; one with attention beside it counts twice."""
     refusal: str | None = None
     not_built: str | None = None
 
@@ -132,7 +136,7 @@ def judge(model_type: str) -> Verdict:
     except Exception as error:  # whatever hundreds of constructors may raise
         return Verdict(model_type, name, not_built=f"{type(error).__name__}: {_one_line(error)}")
     try:
-        windows = [kind.window for kind in layer_kinds(prepare_backbone(model)) if kind.attends]
+        kinds = layer_kinds(prepare_backbone(model))
         found = gaps(model)
     except ValueError as error:
         return Verdict(model_type, name, refusal=_one_line(error))
@@ -140,7 +144,10 @@ def judge(model_type: str) -> Verdict:
         return Verdict(
             model_type, name, not_built=f"does not run: {type(error).__name__}: {_one_line(error)}"
         )
-    return Verdict(model_type, name, *found, sum(window is not None for window in windows), len(windows))
+    n_windows = sum(kind.window is not None for kind in kinds)
+    n_attending = sum(kind.attends for kind in kinds)
+    n_states = sum(kind.n_states > 0 for kind in kinds)
+    return Verdict(model_type, name, *found, n_attending - n_windows, n_windows, n_states)
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
@@ -235,22 +242,32 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "model is checked again when it is loaded.\n",
         "## Exact\n",
         "*Replay gap* is max |replayed log-prob − sampled log-prob|; the values are float error. *Without "
-        "replay* is the same for a learner that sees every key that the model lets it see. *Windows* are "
-        "the layers with a sliding window, here of 5 tokens, which every row outgrows: the cache keeps "
-        "the window in a ring, and evicts in the other layers alone. Where all layers have one, nothing is "
-        "evicted.\n",
+        "replay* is the same for a learner that sees every key that the model lets it see.\n",
+        "Of the layers of the tiny model, the policy *evicts* in those of the first column. Those with a "
+        "*window* (or with chunks) of 5 tokens, which every row outgrows, keep it in a ring; those with a "
+        "*state* (recurrences, short convolutions) keep the state of each row. A layer with attention and "
+        "a state side by side counts in two columns. Where no layer evicts, every gap is float error.\n",
         f"*With its experts* is the replay gap of a learner that takes the sampler's experts "
         f"(`rollout.replay_routing=true`), of the {sum(v.routing_gap is not None for v in exact)} mixtures "
         "of experts whose routing can be replayed: their routers choose by one top-k over the experts. "
         "Other models are refused with that setting: they are dense, at least in this size, or choose their "
         "experts in another way, as PhiMoE does.\n",
         _table(
-            ["family", "`model_type`", "windows", "replay gap", "without replay", "with its experts"],
+            [
+                "family",
+                "`model_type`",
+                "evict",
+                "window",
+                "state",
+                "replay gap",
+                "without replay",
+                "with its experts",
+            ],
             [
                 [
                     v.name,
                     f"`{v.model_type}`",
-                    f"{v.n_windows} of {v.n_layers}" if v.n_windows else "",
+                    *(str(n) if n else "" for n in (v.n_evicting, v.n_windows, v.n_states)),
                     f"{v.replay_gap:.0e}",
                     f"{v.dense_gap:.2g}",
                     "" if v.routing_gap is None else f"{v.routing_gap:.0e}",

@@ -3,12 +3,14 @@
 Every eviction is also recomputed from the keys, values and queries of that forward.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import Rollout
@@ -23,6 +25,8 @@ class Layers:
 
     is_seen: Tensor
     """[row, layer, kv_head, query, key]"""
+    rows: Mapping[int, int] | None = None
+    """Place of each layer in `is_seen`; None: its own number."""
     queries: dict[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -30,6 +34,11 @@ class Layers:
     scaling: float = 1.0
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[row, column, token]: logits / temperature after each column."""
+
+    def of(self, layer: int, table: Tensor) -> Tensor:
+        """A layer's part [row, kv_head, ...] of a table, whose heads are repeated for layers with fewer."""
+        found = table[:, layer if self.rows is None else self.rows[layer]]
+        return found[:, :: found.shape[1] // self.keys[layer].shape[1]]
 
 
 def attend(
@@ -41,6 +50,7 @@ def attend(
     layers: Layers,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -49,10 +59,13 @@ def attend(
     logits = query @ key.repeat_interleave(n_groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    is_seen = layers.is_seen[:, layer].repeat_interleave(n_groups, 1)
-    # A query of padding sees nothing; its row of -inf would be NaN.
-    probs = logits.masked_fill(~is_seen, -1e30).softmax(-1) * is_seen
     layers.queries[layer], layers.keys[layer] = query.detach(), key.detach()
+    is_seen = layers.of(layer, layers.is_seen).repeat_interleave(n_groups, 1)
+    # A query of padding sees nothing; its row of -inf would be NaN.
+    logits = logits.masked_fill(~is_seen, -1e30)
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
+    probs = logits.softmax(-1)[..., : key.shape[2]] * is_seen
     layers.values[layer], layers.probs[layer] = value.detach(), probs.detach()
     layers.scaling = scaling
     out = probs @ value.repeat_interleave(n_groups, 1)
@@ -60,6 +73,7 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)  # what it makes is not read
 
 
 def seen(rollout: Rollout) -> Tensor:
@@ -70,12 +84,17 @@ def seen(rollout: Rollout) -> Tensor:
     return is_causal & is_real & (column[:, None] < rollout.evicted_at[..., None, :])
 
 
-def log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> tuple[Tensor, Layers]:
+def log_probs(
+    model: PreTrainedModel, rollout: Rollout, temperature: float, rows: Mapping[int, int] | None = None
+) -> tuple[Tensor, Layers]:
     """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
-    layers = Layers(seen(rollout))
+    layers = Layers(seen(rollout), rows)
     model.set_attn_implementation(NAME)
-    positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.input_ids, position_ids=positions, use_cache=False, layers=layers).logits
+    mask = rollout.attention_mask.long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(
+        rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False, layers=layers
+    ).logits
     logits = logits[:, :-1].float() / temperature
     layers.logits = logits.detach()
     for row, column, kept in sets(rollout):
@@ -152,10 +171,17 @@ def _size(probs: list[float], top_k: int | None, top_p: float, min_p: float) -> 
     return max(sum(p >= min_p * left[0] for p in left), 1)
 
 
-def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance: float = 1e-4) -> list[str]:
+def wrong_evictions(
+    rollout: Rollout,
+    layers: Layers,
+    spec: CacheSpec,
+    tolerance: float = 1e-4,
+    without: Collection[int] = (),
+) -> list[str]:
     """Say where the record is not that of the policy: step by step, head by head, by the published formulas.
 
-    Keys whose scores are closer than `tolerance`, relative to the largest, may change places by rounding.
+    Layers in `without` are not looked at: a window, not the policy, rules there. Keys whose scores are closer
+    than `tolerance`, relative to the largest, may change places by rounding.
     """
     wrong = []
     n_prompt = int(rollout.response_mask.int().argmax(1)[0])
@@ -163,6 +189,9 @@ def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance
         first = int(rollout.attention_mask[row].int().argmax())
         last_query = int(rollout.response_mask[row].nonzero().max()) - 1
         for layer, keys in layers.keys.items():
+            if layer in without:
+                continue
+            evicted_at = layers.of(layer, rollout.evicted_at)[row]
             n_heads = keys.shape[1]
             held = [list(range(first, n_prompt)) for _ in range(n_heads)]
             for column in range(n_prompt - 1, last_query + 1):
@@ -174,8 +203,7 @@ def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance
                     is_prompt or (column - n_prompt + 1) % spec.interval == 0
                 )
                 recorded = [
-                    [k for k in held[h] if int(rollout.evicted_at[row, layer, h, k]) == column + 1]
-                    for h in range(n_heads)
+                    [k for k in held[h] if int(evicted_at[h, k]) == column + 1] for h in range(n_heads)
                 ]
                 if not is_due or column == last_query:  # what no later query could see is not recorded
                     if any(recorded):
