@@ -93,7 +93,7 @@ LIKE_PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _SHARED},
     "gemma4_unified": {"text_config": _SHARED},
     "mamba2": {"num_heads": 8},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "xlnet": {"d_head": 8},
 }

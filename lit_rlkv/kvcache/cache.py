@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.kvcache.spec import CacheSpec
-from lit_rlkv.kvcache.state_layer import HybridLayer, StateLayer
+from lit_rlkv.kvcache.state_layer import HybridLayer, HybridWindowLayer, StateLayer
 from lit_rlkv.kvcache.window_layer import WindowLayer
 
 
@@ -135,13 +135,11 @@ class SlotCache(Cache):
         super().__init__(layers=layers)
 
     def _layer(self, kind: LayerKind) -> SlotLayer | StateLayer | CacheLayerMixin:
-        if kind.n_states > 0:
-            return HybridLayer(self, kind.n_states) if kind.attends else StateLayer(self, kind.n_states)
-        if not kind.attends:
-            return DynamicLayer()  # of a layer that asks no cache
+        if not kind.attends:  # a layer without a state asks no cache
+            return StateLayer(self, kind) if kind.n_states > 0 else DynamicLayer()
         if kind.window is not None and kind.window < self.seq_len:
-            return WindowLayer(self, kind)
-        return SlotLayer(self)
+            return (HybridWindowLayer if kind.n_states > 0 else WindowLayer)(self, kind)
+        return (HybridLayer if kind.n_states > 0 else SlotLayer)(self, kind)
 
     @contextmanager
     def prefill(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> Iterator[None]:

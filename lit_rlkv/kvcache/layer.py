@@ -26,7 +26,7 @@ FOREIGN_LOOP = (
 )
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import Prefill, SlotCache
+    from lit_rlkv.kvcache.cache import LayerKind, Prefill, SlotCache
 
 
 class SlotLayer(CacheLayerMixin):
@@ -35,11 +35,12 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: "SlotCache") -> None:
+    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # A strong reference would close a cycle, and the pools would outlive the rollout until the next
         # garbage collection.
         self.cache: SlotCache = weakref.proxy(cache)
+        self.kind = kind
         self.scaling = 1.0
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.filled_by: Prefill | None = None

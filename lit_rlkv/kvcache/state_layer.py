@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import cache_utils
 
 from lit_rlkv.kvcache.layer import SlotLayer
+from lit_rlkv.kvcache.window_layer import WindowLayer
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import Prefill, SlotCache
+    from lit_rlkv.kvcache.cache import LayerKind, Prefill, SlotCache
 
 LINEAR: type[Any] = getattr(cache_utils, "LinearAttentionLayer", object)
 """transformers' layer of states; older versions have none, and models with such layers are refused."""
@@ -25,8 +26,8 @@ class StateLayer(LINEAR):  # type: ignore[misc]
     evicted, since a state has a fixed size.
     """
 
-    def __init__(self, cache: "SlotCache", n_states: int) -> None:
-        super().__init__(number_of_states=n_states)
+    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
+        super().__init__(number_of_states=kind.n_states)
         self.cache: SlotCache = weakref.proxy(cache)
         self._aside: dict[str, dict[int, Tensor | None]] = {}
 
@@ -69,9 +70,9 @@ class StateLayer(LINEAR):  # type: ignore[misc]
 class HybridLayer(SlotLayer, StateLayer):
     """A layer with attention and a state side by side."""
 
-    def __init__(self, cache: "SlotCache", n_states: int) -> None:
-        SlotLayer.__init__(self, cache)
-        StateLayer.__init__(self, cache, n_states)
+    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
+        super().__init__(cache, kind)
+        StateLayer.__init__(self, cache, kind)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the states that a keyword names; prefill allocates the pool of slots."""
@@ -79,5 +80,9 @@ class HybridLayer(SlotLayer, StateLayer):
             StateLayer.lazy_initialization(self, **kwargs)
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
-        SlotLayer.resize(self, rows)
+        super().resize(rows)
         StateLayer.resize(self, rows)
+
+
+class HybridWindowLayer(HybridLayer, WindowLayer):
+    """A layer with a state beside an attention whose window is shorter than the sequences."""

@@ -24,9 +24,9 @@ class WindowLayer(SlotLayer):
     """
 
     def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
-        super().__init__(cache)
+        super().__init__(cache, kind)
         assert kind.window is not None
-        self.kind, self.window = kind, kind.window
+        self.window = kind.window
 
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None

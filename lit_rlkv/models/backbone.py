@@ -92,7 +92,7 @@ def layer_kinds(model: PreTrainedModel) -> list[LayerKind]:
     return [
         LayerKind(
             attends=kind not in (*STATEFUL, *CACHELESS),
-            window=chunk if kind == CHUNKED else window if kind.endswith("sliding_attention") else None,
+            window=chunk if kind == CHUNKED else window if "sliding" in kind else None,
             in_chunks=kind == CHUNKED,
             n_states=n_states if kind in STATEFUL or kind.startswith("hybrid") else 0,
         )
