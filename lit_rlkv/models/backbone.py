@@ -148,13 +148,18 @@ def hidden_states(
     input_ids: Int[Tensor, "batch seq"],
     position_ids: Int[Tensor, "batch seq"],
     *,
+    evicted_at: Int[Tensor, "batch layer kv_head seq"] | None = None,
+    slot_cache: SlotCache | None = None,
     expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
     **attention: Any,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Return the last hidden states; `evicted_at=`, `probe=` or `slot_cache=` go to the attention function.
+    """Return the last hidden states under an eviction table, or over a cache.
 
     Args:
+        evicted_at: (learner) of the rows that attention runs on.
+        slot_cache: (rollout) to write to and read from.
         expert_ids: experts that the routers take, as in a `Rollout`; None: they choose for themselves.
+        attention: passed on to the attention function, as `probe` and `flat`.
 
     Raises:
         ValueError: the model does not use our attention and would ignore these arguments; or the routing of
@@ -166,40 +171,39 @@ def hidden_states(
             f"{type(model).__name__} uses {implementation!r} attention, which ignores evictions; pass the "
             "model through prepare_backbone first"
         )
-    if (evicted_at := attention.get("evicted_at")) is not None:
-        attention["evicted_at"] = evicted_at = within_windows(model, evicted_at)
-        if uses_triton(next(model.parameters())):
-            attention["plan"] = plan_slots(evicted_at)
-    if (rows := table_rows(model)) is not None:
-        attention["table_rows"] = rows
+    if evicted_at is not None:
+        attention |= replay_arguments(model, evicted_at)
+    if slot_cache is not None:
+        prompts = None if slot_cache.incoming is None else slot_cache.incoming.is_prompt
+        masks = _masks(model, prompts, input_ids.device)
+        attention |= {"slot_cache": slot_cache, "past_key_values": slot_cache, "attention_mask": masks}
     with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
         hidden: Tensor = model_body(model)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=_masks(model, input_ids, evicted_at, attention.get("slot_cache")),
-            past_key_values=attention.get("slot_cache"),
-            use_cache="slot_cache" in attention,
-            **attention,
+            input_ids=input_ids, position_ids=position_ids, use_cache=slot_cache is not None, **attention
         ).last_hidden_state
     return hidden
 
 
-def _masks(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "batch seq"],
-    evicted_at: Int[Tensor, "batch layer kv_head seq"] | None,
-    slot_cache: SlotCache | None,
-) -> Any:
+def replay_arguments(
+    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"]
+) -> dict[str, Any]:
+    """Return what a forward of the learner passes to the model, beside tokens and positions."""
+    evicted_at = within_windows(model, evicted_at)
+    masks = _masks(model, evicted_at[:, 0, 0] > 0, evicted_at.device)
+    arguments = {"evicted_at": evicted_at, "attention_mask": masks, "table_rows": table_rows(model)}
+    if uses_triton(next(model.parameters())):
+        arguments["plan"] = plan_slots(evicted_at)
+    return arguments
+
+
+def _masks(model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device) -> Any:
     """Return the mask of a forward: a dummy of 4 dimensions, so that transformers builds none of its own.
 
-    Layers with a state get a mask of padding, which must not enter the state.
+    Layers with a state get that of padding, which must not enter the state.
     """
-    dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+    dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     if not has_states(model):
         return dummy
-    is_token = None if evicted_at is None else evicted_at[:, 0, 0] > 0
-    if slot_cache is not None and slot_cache.incoming is not None:
-        is_token = slot_cache.incoming.is_prompt
     masks = {"full_attention": dummy, "sliding_attention": dummy, **dict.fromkeys(STATEFUL, is_token)}
     return masks | {"hybrid": masks, "hybrid_sliding": masks}
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import use_adapter
 
-from lit_rlkv.kernels.backend import uses_triton
-from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kernels.token_logps import TokenSets
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from lit_rlkv.types import Rollout
@@ -32,13 +30,6 @@ def causal_lm(model: Any) -> PreTrainedModel:
 def as_reference(model: Any) -> Any:
     """Switch to the reference within a block, as TRL does: its copy of a trained adapter, or no adapter."""
     return use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)
-
-
-def attention_arguments(model: Any, evicted_at: Tensor) -> dict[str, Any]:
-    """Return what replay passes through the model to its attention."""
-    if not uses_triton(next(model.parameters())):
-        return {"evicted_at": evicted_at}
-    return {"evicted_at": evicted_at, "plan": plan_slots(evicted_at)}
 
 
 def whole_rows(batch: dict[str, Any]) -> tuple[Tensor, Tensor, int]:

@@ -17,7 +17,6 @@ from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import get_config_model_id, pad
 
 from lit_rlkv.integrations.trl.batches import (
-    attention_arguments,
     causal_lm,
     evictions,
     replaced_states,
@@ -29,9 +28,11 @@ from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import (
+    has_states,
     head_is_frozen,
     head_logits,
     optional_setting,
+    replay_arguments,
     text_config,
     token_positions,
 )
@@ -209,14 +210,15 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         positions, expert_ids = token_positions(attention_mask), rollout.expert_ids
         backbone = causal_lm(self.accelerator.unwrap_model(model))
         tokens, flat = labels[:, 1:][is_read], None
+        arguments = replay_arguments(backbone, evicted_at)
         if optional_setting(text_config(backbone), "output_router_logits"):
             options.setdefault("output_router_logits", False)  # where TRL drops the auxiliary loss
-        if not options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
+        if options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
+            arguments["attention_mask"] = attention_mask
+        elif not has_states(backbone):
             is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
-            flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
-            # A dummy 4-D mask, so that transformers builds none of its own.
-            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+            flat = flat_tokens(input_ids, is_token, n_prompt, arguments["evicted_at"], expert_ids)
         if flat is not None:
             input_ids, positions = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
             expert_ids = None if expert_ids is None else flat.flatten_columns(expert_ids)
@@ -237,10 +239,9 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             outputs = model(
                 input_ids=input_ids,
                 position_ids=positions,
-                attention_mask=attention_mask,
                 shift_labels=tokens[None, :n_scored],
                 flat=flat,
-                **attention_arguments(model, evicted_at),
+                **arguments,
                 **options,
             )
         if sets is not None:
