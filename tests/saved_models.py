@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from tests.models_zoo import build, tiny_config
@@ -27,6 +27,16 @@ def save_checkpoint(folder: Path, family: str = "llama", *, tokenizer=None, ends
     tokenizer.save_pretrained(folder)
     if ends is not None:
         change_json(folder / "generation_config.json", eos_token_id=ends)
+    return folder
+
+
+def save_model(folder: Path, model: PreTrainedModel) -> Path:
+    """That model with the task tokenizer."""
+    tokenizer = build_task_tokenizer()
+    for config in (model.config, model.generation_config):
+        config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, FalconMambaConfig, GenerationConf
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.tokenizers import (
-    build_task_tokenizer,
     decode_completions,
     encode_prompts,
     end_token_ids,
@@ -21,9 +20,10 @@ from lit_rlkv.stages.export import export_policy, policy_logits, probe_tokens
 from lit_rlkv.trainer import Learner
 from lit_rlkv.types import Message
 from tests.hand_built import shift
-from tests.models.test_hybrids import CONFIGS as HYBRIDS
-from tests.models_zoo import FAMILIES, build
-from tests.saved_models import N_TOKENS, change_json, chat_tokenizer, save_checkpoint
+from tests.integrations.test_layer_kinds import MODELS, build
+from tests.models_zoo import FAMILIES
+from tests.models_zoo import build as build_from
+from tests.saved_models import N_TOKENS, change_json, chat_tokenizer, save_checkpoint, save_model
 from tests.tiers import short_tier, slow
 from tests.whole_runs import config, rows_of, run
 
@@ -51,14 +51,9 @@ def test_a_checkpoint_of_every_family_is_rolled_out_replayed_and_updated(family,
     assert found["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", short_tier(HYBRIDS, ["qwen3_5"]))
-def test_a_hybrid_trains_resumes_and_exports(name, tmp_path):
-    checkpoint = tmp_path / "model"
-    tokenizer = build_task_tokenizer()
-    model = build(HYBRIDS[name]())
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(checkpoint)
-    tokenizer.save_pretrained(checkpoint)
+@pytest.mark.parametrize("name", short_tier(MODELS, ["qwen3_5"]))
+def test_layers_of_other_kinds_train_and_are_exported(name, tmp_path):
+    checkpoint = save_model(tmp_path / "model", build(name))
     found = metrics_of(tmp_path, "run", checkpoint, "algorithm.kl.weight=0.1")
     assert found["kv/replay_gap"] < 1e-4
     assert found["grad_norm"] > 0
@@ -115,8 +110,10 @@ def exported(parts, module, checkpoint, folder):
     return out, found
 
 
-def test_in_bfloat16_replay_is_exact_to_that_precision(tmp_path):
-    checkpoint = save_checkpoint(tmp_path / "model")
+@pytest.mark.parametrize("name", short_tier(["llama", *MODELS], ["llama", "qwen3_5"]))
+def test_in_bfloat16_replay_is_exact_to_that_precision(name, tmp_path):
+    folder = tmp_path / "model"
+    checkpoint = save_checkpoint(folder) if name == "llama" else save_model(folder, build(name))
     half = "fabric.precision=bf16-true"
     found = metrics_of(tmp_path, "half", checkpoint, half)
     floor = metrics_of(tmp_path, "full", checkpoint, half, "cache.policy=dense", "distillation=none")
@@ -243,7 +240,7 @@ def test_a_checkpoint_that_is_too_short_is_refused(family, changes, says, tmp_pa
 def test_a_checkpoint_that_cannot_be_replayed_is_refused_with_the_reason(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model")
     mamba = FalconMambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
-    build(mamba).save_pretrained(checkpoint)
+    build_from(mamba).save_pretrained(checkpoint)
     assert "has no layer with attention" in refusal(tmp_path, checkpoint)
 
 

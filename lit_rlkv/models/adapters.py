@@ -63,15 +63,19 @@ def check_target_modules(backbone: PreTrainedModel, targets: Sequence[str] | str
         )
 
 
-def fused_in_mamba(backbone: nn.Module) -> list[str]:
-    """Return the full names of the modules of Mamba layers that an adapter cannot wrap."""
-    return [
+def without_adapter(backbone: nn.Module) -> list[str]:
+    """Return the full names of the linear modules that an adapter cannot wrap."""
+    modules = list(backbone.named_modules())
+    fused = [  # the kernels of Mamba read these weights by themselves, and would leave an adapter out
         f"{name}.{part}"
-        for name, module in backbone.named_modules()
+        for name, module in modules
         if hasattr(module, "A_log") and hasattr(module, "D")
         for part in ("out_proj", "conv1d")
         if hasattr(module, part)
     ]
+    # A router that is a linear module itself, as Llama 4's, returns more than its product.
+    routers = [name for name, module in modules if isinstance(module, nn.Linear) and hasattr(module, "top_k")]
+    return fused + routers
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -102,8 +106,7 @@ def add_adapter(backbone: PreTrainedModel, name: str, lora: LoraSpec) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=present or (given if isinstance(given, str) else list(given)),
-        # Fused kernels of Mamba read these weights by themselves, and would leave an adapter out.
-        exclude_modules=fused_in_mamba(backbone) if given == "all-linear" else None,
+        exclude_modules=without_adapter(backbone) if given == "all-linear" else None,
         # Of a mixture of experts, where peft turns its targets into parameters of routers and experts.
         target_parameters=None if first is None else first.target_parameters,
         lora_dropout=0.0,

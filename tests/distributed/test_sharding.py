@@ -25,6 +25,8 @@ from lit_rlkv.distributed.sharding import (
 from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.runs.context import build_context
 from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
+from tests.integrations.test_layer_kinds import build
+from tests.saved_models import save_model
 from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
 SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
@@ -67,6 +69,16 @@ def test_two_sharded_ranks_equal_one_process(folder, name, options):
     run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *small, *SHARDED, *options)
     assert max(row["grad_norm"] for row in rows_of(folder / name)) > 1e-3
     assert_same(folder, name, f"{name}-two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
+def test_sharded_layers_with_states_and_windows_equal_those_of_one_process(tmp_path, name):
+    model = f"model.path={save_model(tmp_path / 'model', build(name))}"
+    options = [*SETTINGS, "stages=[rl]", "experiment=smd", "reward=numeric", "roles.rank=4", model]
+    run(tmp_path, "one", *options, "rollout.n_shards=2")
+    run_on_ranks(tmp_path, "two", 2, *options, *SHARDED)
+    assert_same(tmp_path, "one", "two")
 
 
 @pytest.mark.slow

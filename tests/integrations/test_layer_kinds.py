@@ -10,6 +10,7 @@ from tests.models.test_attention_sinks import gpt_oss
 from tests.models.test_hybrids import hybrid
 from tests.models.test_sliding_windows import windowed
 from tests.models_zoo import PAD, ragged_prompts
+from tests.saved_models import save_model
 from tests.tiers import short_tier
 
 MODELS = {
@@ -48,12 +49,9 @@ def test_greedy_decoding_without_evictions_is_that_of_transformers(name):
 )
 def test_trl_trains_it_under_exact_replay(name, tmp_path):
     pytest.importorskip("trl")
-    from tests.integrations.trl_runs import tokenizer, train
+    from tests.integrations.trl_runs import train
 
-    model, vocabulary = build(name), tokenizer()
-    for config in (model.config, model.generation_config):
-        config.pad_token_id, config.eos_token_id = vocabulary.pad_token_id, vocabulary.eos_token_id
-    model.save_pretrained(tmp_path / "model")
-    _, rows = train(str(tmp_path / "model"), tmp_path, beta=0.1, max_steps=2)
+    folder = save_model(tmp_path / "model", build(name))
+    _, rows = train(str(folder), tmp_path, beta=0.1, max_steps=2)
     assert max(row["kv/replay_gap"] for row in rows if "kv/replay_gap" in row) < 1e-4
     assert all(row["grad_norm"] > 0 for row in rows)
