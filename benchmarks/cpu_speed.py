@@ -5,7 +5,7 @@
 
 In each round both sides run after each other on the same weights, prompts and number of tokens; the ratio is
 the median over rounds of theirs / ours, so above 1 ours is faster. Prompts are random tokens, and no token
-ends a response.
+ends a response. `--model qwen3_5` is a random Qwen3.5 of 8 layers, 6 of them recurrent, and width 512.
 
 decode16, decode64   prompts of 64 tokens, 64 more, at batch 16 and 64: all keys, and 64 keys of h2o
 long                 the same at batch 16 with 1,024 more tokens
@@ -27,6 +27,7 @@ from peft import LoraConfig, get_peft_model
 from sampled import sample
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
 from lit_rlkv.config import find_gguf
@@ -42,7 +43,29 @@ DECODES = {
     "decode64": [(64, N_SHORT, DENSE), (64, N_SHORT, EVICTING)],
     "long": [(16, N_LONG, EVICTING)],
 }
+HYBRID = "qwen3_5"
 LORA = LoraSpec(rank=32, alpha=64, target_modules="all-linear")
+
+
+def save_hybrid(folder: Path) -> Path:
+    """Save a random Qwen3.5, whose every fourth layer has attention."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=32_768,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=1536,
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        eos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def load(path: str) -> PreTrainedModel:
@@ -152,7 +175,7 @@ def update_row(path: str, n_rounds: int) -> dict:
 
 def main() -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--model", required=True, help="checkpoint folder or GGUF file")
+    parser.add_argument("--model", required=True, help="checkpoint folder, GGUF file, or qwen3_5")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=[*DECODES, "update"], default=[*DECODES, "update"])
@@ -160,8 +183,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        file = find_gguf(args.model)
-        path = args.model if file is None else str(converted_gguf(file, Path(folder)))
+        given = str(save_hybrid(Path(folder))) if args.model == HYBRID else args.model
+        file = find_gguf(given)
+        path = given if file is None else str(converted_gguf(file, Path(folder)))
         rows = decode_rows(path, [name for name in args.only if name in DECODES], args.rounds)
         if "update" in args.only:
             rows.append(update_row(path, args.rounds))
