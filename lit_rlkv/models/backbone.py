@@ -199,7 +199,7 @@ def _masks(
         return dummy
     is_token = None if evicted_at is None else evicted_at[:, 0, 0] > 0
     if slot_cache is not None and slot_cache.incoming is not None:
-        is_token = slot_cache.incoming.is_prompt
+        is_token = slot_cache.incoming.is_token
     masks = {"full_attention": dummy, "sliding_attention": dummy, **dict.fromkeys(STATEFUL, is_token)}
     return masks | {"hybrid": masks, "hybrid_sliding": masks}
 
