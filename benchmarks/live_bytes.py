@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of all storages that operators have returned and that are still alive, of the calling thread.
 
     Sees the backward pass on a CPU and what is recomputed there, since both run in this thread. Not seen is
-    what a kernel allocates and frees while it runs.
+    what a kernel allocates and frees while it runs, nor weights that oneDNN has packed.
 
     Args:
         existing: tensors that are alive already and count from the start. Any others that were made before
@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_mkldnn:
                 self._count(leaf)
         return result
 

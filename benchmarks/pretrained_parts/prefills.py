@@ -44,7 +44,7 @@ class StoredPrefills:
             cache = options.get("slot_cache")
             if cache is None or cache.incoming is None:
                 return plain(*args, **options)
-            prompts = (options["input_ids"].numpy().tobytes(), cache.incoming.is_prompt.numpy().tobytes())
+            prompts = (options["input_ids"].numpy().tobytes(), cache.incoming.is_token.numpy().tobytes())
             if prompts != self.prompts:
                 self.layers = []
                 self.n_forwards += 1

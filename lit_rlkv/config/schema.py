@@ -68,6 +68,12 @@ class RolloutConfig:
     max_rows: int | None = option(
         None, "most responses sampled at a time, which bounds the cache; null: all", least=1
     )
+    prefill_chunk: int | None = option(
+        None,
+        "most tokens of a prompt in one forward, which bounds the memory of prefill; after each chunk the "
+        "cache is compacted to its budget; null: each prompt in one piece",
+        least=1,
+    )
     n_shards: int | None = option(
         None,
         "parts of the prompts with random numbers of their own; fixed, a run is the same on 1 to n_shards "

@@ -55,6 +55,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
         "n_splits": settings.n_splits,
         "compile_layers": settings.compile_layers,
         "record_routing": settings.replay_routing,
+        "prefill_chunk": settings.prefill_chunk,
     }
 
 

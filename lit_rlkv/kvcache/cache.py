@@ -11,47 +11,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from lit_rlkv.kvcache.feed import Feed, span_of
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.kvcache.spec import CacheSpec
 from lit_rlkv.kvcache.state_layer import HybridLayer, HybridWindowLayer, StateLayer
 from lit_rlkv.kvcache.window_layer import WindowLayer
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Left-padded prompts of one prefill, and the rows of the pool that each of them fills."""
-
-    rows: Int[Tensor, " row"]
-    """Rows of the pool; those of the same prompt are neighbours in this list."""
-    span: slice | None
-    """`rows` as a slice if they are consecutive, because copying to a slice is much faster."""
-    is_prompt: Bool[Tensor, "batch prompt"]
-    n_padding: Int[Tensor, " batch"]
-    is_due: Bool[Tensor, " batch"]
-    """Prompts longer than the budget."""
-    due: Int[Tensor, " due"] | None
-    """Indices of those prompts; None if there are none."""
-
-    @property
-    def n_samples(self) -> int:
-        """Rows that each prompt fills."""
-        return len(self.rows) // len(self.is_prompt)
-
-    def rows_of(self, sample: int) -> Int[Tensor, " batch"] | slice:
-        """Return row number `sample` of every prompt."""
-        if self.span is None:
-            return self.rows[sample :: self.n_samples]
-        return slice(self.span.start + sample, self.span.stop, self.n_samples)
-
-    @property
-    def all_rows(self) -> Int[Tensor, " row"] | slice:
-        """All rows, as a slice if they are consecutive."""
-        return self.rows if self.span is None else self.span
-
-    @property
-    def n_columns(self) -> int:
-        """Columns of the prompts, padding included."""
-        return self.is_prompt.shape[1]
+from lit_rlkv.types import NEVER
 
 
 @dataclass(frozen=True)
@@ -83,9 +48,10 @@ class LayerKind:
 class SlotCache(Cache):
     """KV cache of a fixed number of rows, for a transformers model from `prepare_backbone`.
 
-    A forward within `prefill` fills rows from prompts. After `advance`, a forward of one token per row adds
-    its keys. `evict` compacts the rows that `is_due` names to the budget. All state that changes from step to
-    step is in tensors allocated once, so that a step can be captured as a CUDA graph.
+    A forward within `feed` appends given tokens to rows; `begin` empties rows before, `prefill` does both.
+    After `advance`, a forward of one token per row adds its keys. `evict` compacts the rows that `is_due`
+    names to the budget. All state that changes from step to step is in tensors allocated once, so that a step
+    can be captured as a CUDA graph.
 
     Args:
         n_rows: sequences held at a time.
@@ -121,12 +87,13 @@ class SlotCache(Cache):
         # A row that was never filled reads one slot of zeros.
         self.n_live = torch.ones(n_rows, dtype=torch.long, device=device)
         self.column = torch.zeros(n_rows, dtype=torch.long, device=device)
-        self.prompt_end = torch.zeros(n_rows, dtype=torch.long, device=device)
+        self.fed_up_to = torch.zeros(n_rows, dtype=torch.long, device=device)
+        """Column of the last token of each row that was given, not sampled."""
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.levels = FillLevels(spec, n_rows, self.n_slots)
         self.n_read: int | None = None
         """Leading slots that attention reads; None: all."""
-        self.incoming: Prefill | None = None
+        self.incoming: Feed | None = None
         self.kinds = kinds or [LayerKind()] * n_layers
         layers: list[Any] = [self._layer(kind) for kind in self.kinds]
         self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
@@ -144,35 +111,69 @@ class SlotCache(Cache):
     @contextmanager
     def prefill(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> Iterator[None]:
         """Within this block a forward reads prompts and fills `len(rows) / batch` rows from each."""
-        n_samples, n_columns = len(rows) // len(is_prompt), is_prompt.shape[1]
-        lens = is_prompt.sum(dim=1)
-        is_due = lens > (self.seq_len if self.spec.is_dense else self.spec.budget)
+        n_padding = is_prompt.shape[1] - is_prompt.sum(dim=1)
+        self.begin(rows, n_padding.repeat_interleave(len(rows) // len(is_prompt)))
+        with self.feed(rows, is_prompt):
+            yield
+
+    def begin(self, rows: Sequence[int], first: Int[Tensor, " row"]) -> None:
+        """Empty these rows; their sequences will begin at columns `first`."""
+        index = torch.tensor(rows, device=first.device)
+        self.n_live[index] = 0
+        self.first[index], self.column[index] = first, first - 1
+        for layer in self.slot_layers:
+            layer.begin(index)
+
+    def table_without_evictions(self) -> Int[Tensor, "row 1 seq"]:
+        """Return the eviction table of a head that keeps all keys: 0 before the first token of each row."""
+        column = torch.arange(self.seq_len, device=self.first.device)
+        return torch.where(column < self.first[:, None, None], 0, NEVER).int()
+
+    @contextmanager
+    def feed(self, rows: Sequence[int], is_token: Bool[Tensor, "batch new"]) -> Iterator[None]:
+        """Within this block a forward reads left-padded tokens, and appends them to the rows.
+
+        Each row that then has more keys than the budget is compacted to it, and counts its interval from
+        there: so a prompt in one piece is a feed of an empty row. The tokens are read once for
+        `len(rows) / batch` neighbours in `rows`, of which the first holds what all of them do.
+        """
+        n_samples = len(rows) // len(is_token)
+        index = torch.tensor(rows, device=is_token.device)
+        sources = index[::n_samples]
+        n_new, n_held, first = is_token.sum(dim=1), self.n_live[sources], self.first[sources]
+        newest, budget = (
+            self.column[sources] + n_new,
+            self.seq_len if self.spec.is_dense else self.spec.budget,
+        )
+        is_due = n_held + n_new > budget
         due = is_due.nonzero().flatten()
-        index = torch.tensor(rows, device=is_prompt.device)
-        span = slice(rows[0], rows[0] + len(rows))
-        self.incoming = Prefill(
+        held, new, n_tokens = torch.stack([n_held, n_new, newest + 1 - first]).tolist()
+        feed = self.incoming = Feed(
             rows=index,
-            span=span if list(rows) == list(range(span.start, span.stop)) else None,
-            is_prompt=is_prompt,
-            n_padding=n_columns - lens,
+            span=span_of(rows),
+            is_token=is_token,
+            n_new=n_new,
+            n_held=n_held,
+            most_held=max(held),
+            is_padded=min(held) < max(held) or min(new) < is_token.shape[1],
+            first=first,
+            newest=newest,
             is_due=is_due,
             due=due if len(due) > 0 else None,
         )
         for layer in self.state_layers:
-            layer.begin_prefill()
+            layer.begin_feed(feed)
         try:
             yield
-            if any(layer.filled_by is not self.incoming for layer in self.slot_layers):
+            if any(layer.filled_by is not feed for layer in self.slot_layers):
                 raise ValueError("a layer does not attend to the tokens, but perhaps to images or an encoder")
             for layer in self.state_layers:
-                layer.end_prefill(self.incoming)
+                layer.end_feed(feed)
         finally:
             self.incoming = None
-        kept = lens if self.spec.is_dense else lens.clamp(max=self.spec.budget)
-        self.n_live[index] = kept.repeat_interleave(n_samples)
-        self.first[index] = (n_columns - lens).repeat_interleave(n_samples)
-        self.column[index] = self.prompt_end[index] = n_columns - 1
-        self.levels.start(rows, lens.repeat_interleave(n_samples).tolist())
+        self.n_live[index] = (n_held + n_new).clamp(max=budget).repeat_interleave(n_samples)
+        self.column[index] = self.fed_up_to[index] = newest.repeat_interleave(n_samples)
+        self.levels.start(rows, [n for n in n_tokens for _ in range(n_samples)])
 
     def advance(self, is_running: Bool[Tensor, " row"] | None = None) -> None:
         """Make room for the next token of each row.
@@ -192,8 +193,8 @@ class SlotCache(Cache):
 
     @property
     def is_due(self) -> Bool[Tensor, " row"]:
-        """True for rows above the budget that have decoded a multiple of `interval` tokens since prefill."""
-        n_decoded = self.column - self.prompt_end
+        """True for rows above the budget that have decoded a multiple of `interval` tokens since a feed."""
+        n_decoded = self.column - self.fed_up_to
         return (n_decoded % self.spec.interval == 0) & (self.n_live > self.spec.budget)
 
     def has_room(self, n_steps: int) -> bool:
@@ -206,7 +207,7 @@ class SlotCache(Cache):
         self.most_bytes = self.kv_bytes
         self.n_rows, self.n_slots = len(rows), n_slots
         self.n_live, self.column = self.n_live[rows], self.column[rows]
-        self.prompt_end, self.first = self.prompt_end[rows], self.first[rows]
+        self.fed_up_to, self.first = self.fed_up_to[rows], self.first[rows]
         self.levels.keep(rows.tolist())
         layers: list[SlotLayer | StateLayer] = [*self.slot_layers, *self.state_layers]
         for layer in dict.fromkeys(layers):  # a hybrid one is in both lists
@@ -235,7 +236,7 @@ class SlotCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        """Most bytes of pools and states at a time: those of the first prefill, unless a dense cache grew."""
+        """Most bytes of pools and states at a time: those of the first feed, unless a dense cache grew."""
         found = sum(layer.kv_bytes for layer in self.slot_layers)
         return max(self.most_bytes, found + sum(layer.state_bytes for layer in self.state_layers))
 
@@ -248,7 +249,7 @@ NO_BUDGET = 2**40
 class FillLevels:
     """Counts the keys of every row on the host, to know when to compact without waiting for the device.
 
-    Every `interval` decode steps since its prefill, a row above `budget` is compacted to it. So rows that
+    Every `interval` decode steps since its last feed, a row above `budget` is compacted to it. So rows that
     start together are compacted together, whatever the lengths of their prompts, and each as it would be
     alone. A finished row writes nothing, but the host counts on until it knows; a compaction may then find
     nothing to do.
@@ -263,10 +264,10 @@ class FillLevels:
         self.n_tokens = torch.full((n_rows,), IDLE)
         """Tokens of each row, evicted or not."""
 
-    def start(self, rows: Sequence[int], prompt_lens: Sequence[int]) -> None:
-        """Set the levels of rows after prefill, which keeps at most `budget` keys of a prompt."""
-        self.n_tokens[list(rows)] = torch.tensor(prompt_lens)
-        self.level[list(rows)] = torch.tensor(prompt_lens).clamp(max=self.budget)
+    def start(self, rows: Sequence[int], n_tokens: Sequence[int]) -> None:
+        """Set the levels of rows after a feed, which keeps at most `budget` keys of all tokens so far."""
+        self.n_tokens[list(rows)] = torch.tensor(n_tokens)
+        self.level[list(rows)] = torch.tensor(n_tokens).clamp(max=self.budget)
         self.n_decoded[list(rows)] = 0
 
     def stop(self, rows: Sequence[int]) -> None:

@@ -10,10 +10,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lit_rlkv.kernels.backend import to_autocast_dtype
 from lit_rlkv.kernels.decode_attention import decode_attention
-from lit_rlkv.kernels.evict import choose_survivors, evict, take_slots
+from lit_rlkv.kernels.evict import choose_survivors, evict, record_evictions, take_slots
 from lit_rlkv.kernels.shadow_attention import replayed_attention
+from lit_rlkv.kvcache.feed import Feed
+from lit_rlkv.kvcache.feed_attention import feed_attention, received_attention
 from lit_rlkv.kvcache.policies import SlotView
-from lit_rlkv.kvcache.prompt_attention import prompt_attention
 from lit_rlkv.kvcache.recent_queries import RecentQueries
 from lit_rlkv.types import NEVER
 
@@ -26,7 +27,7 @@ FOREIGN_LOOP = (
 )
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import LayerKind, Prefill, SlotCache
+    from lit_rlkv.kvcache.cache import LayerKind, SlotCache
 
 
 class SlotLayer(CacheLayerMixin):
@@ -43,7 +44,7 @@ class SlotLayer(CacheLayerMixin):
         self.kind = kind
         self.scaling = 1.0
         self.sink: Float[Tensor, "kv_head group"] | None = None
-        self.filled_by: Prefill | None = None
+        self.filled_by: Feed | None = None
         self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
         """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
@@ -52,7 +53,7 @@ class SlotLayer(CacheLayerMixin):
         self.attention: Float[Tensor, "row kv_head slot"] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing; prefill allocates the pool."""
+        """Do nothing; the first feed allocates the pool."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -81,12 +82,13 @@ class SlotLayer(CacheLayerMixin):
         return self._pools()[0].shape[1]
 
     def get_seq_length(self) -> int:
-        """Return the columns of the prompts, and 0 during prefill.
+        """Return 0 while sequences begin, and then a number above it.
 
         The length of each row is known on the device only. Models use this number only to tell prefill from
         decoding, because they are given `position_ids`.
         """
-        return 0 if self.cache.incoming is not None or self.filled_by is None else self.filled_by.n_columns
+        incoming = self.cache.incoming
+        return 0 if self.filled_by is None or (incoming and incoming.most_held == 0) else self.filled_by.width
 
     def get_max_length(self) -> int:
         return -1
@@ -110,63 +112,77 @@ class SlotLayer(CacheLayerMixin):
     ) -> Float[Tensor, "batch head seq dim_v"]:
         """Write the new keys, and return the attention of the queries over the cached keys.
 
-        At prefill the attention is dense, and the keys that fit the budget are written after it.
+        Given tokens attend to all that is cached and to each other, then the keys that fit the budget are
+        written.
         """
         self.scaling = scaling
         self.sink = None if sink is None else sink.view(key.shape[1], -1)
         # Rotated keys are float32; the cache holds them in the dtype that the learner's attention casts to.
         query, key, value = to_autocast_dtype(query, key, value)
-        step = self._decode if self.cache.incoming is None else self._prefill
+        step = self._decode if self.cache.incoming is None else self._feed
         with torch.autocast(query.device.type, enabled=False):
             return step(query, key, value, scaling, softcap)
 
-    def _prefill(
+    def _feed(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Attend densely over the prompts, then write at most `budget` keys of each to the pool."""
-        incoming, policy = self._begin(), self.cache.policy
-        evicted_at = torch.where(incoming.is_prompt[:, None], NEVER, 0).int()
-        out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
+        """Attend over the held keys and the given tokens, then keep at most `budget` keys of each row."""
+        feed, policy = self._begin_feed(), self.cache.policy
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
             self._allocate(packed, key, value)
-        self.evicted_at[incoming.all_rows] = NEVER
-        self.evicted_at[incoming.all_rows, :, : key.shape[2]] = evicted_at.repeat_interleave(
-            incoming.n_samples, dim=0
-        )
+        columns = feed.columns[:, None].expand(-1, key.shape[1], -1)
+        if feed.most_held == 0:
+            evicted_at = torch.where(feed.is_token[:, None], NEVER, 0).int()
+            out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
+        else:
+            held = [pool[feed.sources, :, : feed.most_held] for pool in self._pools()]
+            key, value = feed.join(held[0], key), feed.join(held[1], value)
+            out = feed_attention(query, key, value, feed.is_seen, scaling, softcap, self.sink)
+            if policy is not None:
+                columns = feed.join(self.columns[feed.sources, :, : feed.most_held], columns)
+                columns = columns.masked_fill(~feed.is_candidate[:, None], UNUSED)
         attention = None
         if policy is not None and policy.tracks_attention is not None:
-            last_only = policy.tracks_attention == "last"
-            attention = prompt_attention(
-                packed, key, incoming.is_prompt, scaling, softcap, self.sink, last_only=last_only
+            is_last = policy.tracks_attention == "last"
+            attention = received_attention(
+                packed, key, feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
             )
+            if self.attention is not None and feed.most_held > 0 and not is_last:
+                held_mass = self.attention[feed.sources, :, : feed.most_held]
+                attention += feed.join(held_mass, torch.zeros_like(attention[:, :, feed.most_held :]))
         if self.recent_queries is not None:
-            self.recent_queries.write_prompts(incoming.rows, packed)
-        self._fill(incoming, key, value, attention)
+            self.recent_queries.write_feed(feed, packed)
+        self._fill(feed, key, value, columns, attention)
         return out
 
-    def _begin(self) -> "Prefill":
-        """Return the prompts to fill the pool from.
+    def _begin_feed(self) -> Feed:
+        """Return the tokens to fill the pool from.
 
         Raises:
             ValueError: this layer has filled it from them already.
         """
-        incoming = self.cache.incoming
-        assert incoming is not None
-        if self.filled_by is incoming:
+        feed = self.cache.incoming
+        assert feed is not None
+        if self.filled_by is feed:
             raise ValueError(
                 "a layer attends twice in one forward, but the cache has one set of keys per layer; use a "
                 "model that attends once per layer"
             )
-        self.filled_by = incoming
-        return incoming
+        self.filled_by = feed
+        return feed
+
+    def begin(self, rows: Int[Tensor, " row"]) -> None:
+        """Forget the evictions of these rows, whose sequences begin."""
+        if self.is_initialized:
+            self.evicted_at[rows] = self.cache.table_without_evictions()[rows]
 
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
         """Allocate pool and records of all rows; zeroed, because NaN in an unused slot could spread."""
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
-        self.evicted_at = key.new_full((*shape[:2], cache.seq_len), NEVER, dtype=torch.int32)
+        self.evicted_at = cache.table_without_evictions().repeat(1, n_kv_heads, 1)
         self._number_slots()
         self.is_initialized = True
         if cache.policy is None:
@@ -192,57 +208,57 @@ class SlotLayer(CacheLayerMixin):
         self.evicted_at = self.evicted_at[rows]
         self._number_slots()
 
-    def _fill(self, incoming: "Prefill", key: Tensor, value: Tensor, attention: Tensor | None) -> None:
-        """Copy the kept keys of each prompt into all of its rows."""
-        policy, n_columns = self.cache.policy, key.shape[2]
-        keys, values = self._pools()
-        width = n_columns if policy is None else min(n_columns, self.cache.spec.budget)
-        kept = incoming.n_padding[:, None] + torch.arange(width, device=key.device)
-        is_unused = (kept >= n_columns)[:, None]
-        kept = kept.clamp(max=n_columns - 1)[:, None].repeat(1, key.shape[1], 1)
+    def _fill(
+        self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
+    ) -> None:
+        """Copy the kept candidates to all rows that take the same tokens, and record what was evicted."""
+        policy, (keys, values), n_candidates = self.cache.policy, self._pools(), key.shape[2]
+        width = min(n_candidates, keys.shape[2])
         if policy is not None:
-            self.columns[incoming.all_rows] = UNUSED
-        for sample in range(incoming.n_samples):
-            rows = incoming.rows_of(sample)
-            is_new = sample == 0 or (policy is not None and policy.draws)
-            if incoming.due is not None:
-                if is_new:
-                    kept[incoming.due] = self._prompt_survivors(incoming, key, value, attention)
-                rows_due = incoming.rows[sample :: incoming.n_samples][incoming.due]
-                # The prompt's last query is the last to see the keys that are evicted.
-                evicted_at = self.evicted_at[rows_due, :, :n_columns]
-                is_evicted = (evicted_at == NEVER).scatter(2, kept[incoming.due], False)
-                self.evicted_at[rows_due, :, :n_columns] = evicted_at.masked_fill(is_evicted, n_columns)
-            if is_new:
+            width = min(width, self.cache.spec.budget)
+            self.columns[feed.all_rows] = UNUSED
+        kept = feed.n_padding[:, None] + torch.arange(width, device=key.device)
+        is_unused = (kept >= n_candidates)[:, None]
+        kept = kept.clamp(max=n_candidates - 1)[:, None].repeat(1, key.shape[1], 1)
+        before = self.evicted_at[feed.sources]
+        for sample in range(feed.n_samples):
+            rows = feed.rows_of(sample)
+            if sample == 0 or (policy is not None and policy.draws):
+                evicted_at = before
+                if feed.due is not None:
+                    kept[feed.due] = self._survivors(feed, key, value, columns, attention)
+                    # The last given token is the last query to see the keys that are evicted.
+                    of_due = [each[feed.due] for each in (before, columns, kept, feed.newest + 1, feed.first)]
+                    evicted_at = before.index_copy(0, feed.due, record_evictions(*of_due))
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
+            self.evicted_at[rows] = evicted_at
             keys[rows, :, :width] = kept_keys
             values[rows, :, :width] = kept_values
             if policy is not None:
-                self.columns[rows, :, :width] = kept.masked_fill(is_unused, UNUSED)
+                self.columns[rows, :, :width] = columns.gather(2, kept).masked_fill(is_unused, UNUSED)
             if self.attention is not None and attention is not None:
                 self.attention[rows, :, :width] = attention.gather(2, kept)
 
-    def _prompt_survivors(
-        self, incoming: "Prefill", key: Tensor, value: Tensor, attention: Tensor | None
+    def _survivors(
+        self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
     ) -> Int[Tensor, "due kv_head budget"]:
-        """Return the columns that the policy keeps of each prompt longer than the budget, ascending."""
-        spec, policy, due, n_columns = self.cache.spec, self.cache.policy, incoming.due, key.shape[2]
+        """Return the candidates that the policy keeps of each due row, in the order of their columns."""
+        spec, policy, due = self.cache.spec, self.cache.policy, feed.due
         assert policy is not None
         assert due is not None
-        newest, first = torch.full_like(incoming.n_padding, n_columns - 1), incoming.n_padding
         view = self._view(
-            rows=incoming.rows[:: incoming.n_samples],
+            rows=feed.sources,
             keys=key,
             values=value,
-            columns=torch.arange(n_columns, device=key.device).expand(*key.shape[:2], -1),
+            columns=columns,
             attention=attention,
-            newest=newest,
-            first=first,
-            is_due=incoming.is_due,
+            newest=feed.newest,
+            first=feed.first,
+            is_due=feed.is_due,
         )
         limits = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
         return choose_survivors(
-            policy.score(view)[due], view.columns[due], newest[due] + 1, first[due], **limits
+            policy.score(view)[due], columns[due], feed.newest[due] + 1, feed.first[due], **limits
         )
 
     def _decode(

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lit_rlkv.kvcache.feed import Feed
+
 
 class RecentQueries:
     """A ring buffer of the last `window` queries of each row; the query of column c is at index c % window.
@@ -21,14 +23,13 @@ class RecentQueries:
     def dtype(self) -> torch.dtype:
         return self._ring.dtype
 
-    def write_prompts(
-        self, rows: Int[Tensor, " row"], queries: Float[Tensor, "batch kv_head group prompt dim"]
-    ) -> None:
-        """Write the last queries of prompts, each for `len(rows) / batch` rows."""
-        n_columns, n_samples = queries.shape[3], len(rows) // len(queries)
-        recent = torch.arange(max(n_columns - self._window, 0), n_columns, device=queries.device)
-        latest = queries[:, :, :, recent].permute(0, 3, 1, 2, 4).repeat_interleave(n_samples, dim=0)
-        self._ring[rows[:, None], recent % self._window] = latest
+    def write_feed(self, feed: Feed, queries: Float[Tensor, "batch kv_head group new dim"]) -> None:
+        """Write the last queries of given tokens, for all rows that take them."""
+        index, is_new = feed.ring_places(feed.newest, self._window)
+        batch = torch.arange(len(index), device=index.device)[:, None]
+        latest = queries.movedim(3, 1)[batch, index]
+        ring = torch.where(is_new[..., None, None, None], latest, self._ring[feed.sources])
+        self._ring[feed.rows] = ring.repeat_interleave(feed.n_samples, dim=0)
 
     def write(self, columns: Int[Tensor, " row"], queries: Float[Tensor, "row kv_head group dim"]) -> None:
         """Write one query of every row, at the row's column."""

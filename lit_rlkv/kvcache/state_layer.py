@@ -7,11 +7,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import cache_utils
 
+from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.kvcache.window_layer import WindowLayer
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import LayerKind, Prefill, SlotCache
+    from lit_rlkv.kvcache.cache import LayerKind, SlotCache
 
 LINEAR: type[Any] = getattr(cache_utils, "LinearAttentionLayer", object)
 """transformers' layer of states; older versions have none, and models with such layers are refused."""
@@ -21,7 +22,7 @@ STATES = ("conv_states", "recurrent_states")
 class StateLayer(LINEAR):  # type: ignore[misc]
     """The states of a recurrent layer, as transformers' own cache layer has them, for all rows of a cache.
 
-    A prefill computes the states of its prompts apart and copies them to the rows that each fills. Decoding
+    A feed computes the states of its rows apart and copies them to all rows that take its tokens. Decoding
     updates all rows in place; those of a finished row are arbitrary until it is filled again. Nothing is
     evicted, since a state has a fixed size.
     """
@@ -31,17 +32,28 @@ class StateLayer(LINEAR):  # type: ignore[misc]
         self.cache: SlotCache = weakref.proxy(cache)
         self._aside: dict[str, dict[int, Tensor | None]] = {}
 
-    def begin_prefill(self) -> None:
-        """Put the states of all rows aside."""
+    def begin_feed(self, feed: Feed) -> None:
+        """Put the states of all rows aside, and go on from those of the rows that are fed."""
+        is_begun = feed.most_held > 0
         numbers = range(self.number_of_states)
         for name in STATES:
-            self._aside[name] = getattr(self, name)
-            setattr(self, name, dict.fromkeys(numbers))
-            setattr(self, f"is_{name}_initialized", dict.fromkeys(numbers, False))
-        self.has_previous_state = dict.fromkeys(numbers, False)
+            self._aside[name] = pools = getattr(self, name)
+            states = {number: self._before(feed, pools[number]) if is_begun else None for number in numbers}
+            setattr(self, name, states)
+            is_known = {number: state is not None for number, state in states.items()}
+            setattr(self, f"is_{name}_initialized", is_known)
+        self.has_previous_state = dict.fromkeys(numbers, is_begun)
 
-    def end_prefill(self, incoming: "Prefill") -> None:
-        """Copy the states of each prompt to its rows."""
+    @staticmethod
+    def _before(feed: Feed, pool: Tensor | None) -> Tensor | None:
+        """Return the states that the rows have, 0 where a sequence begins."""
+        if pool is None:
+            return None
+        is_begin = (feed.n_held == 0).view(-1, *[1] * (pool.ndim - 1))
+        return pool[feed.sources].masked_fill(is_begin, 0.0)
+
+    def end_feed(self, feed: Feed) -> None:
+        """Copy the states of each row to all that take the same tokens."""
         for name in STATES:
             pools = self._aside.pop(name)
             for number, state in getattr(self, name).items():
@@ -50,8 +62,8 @@ class StateLayer(LINEAR):  # type: ignore[misc]
                 pool = pools[number]
                 if pool is None:
                     pool = pools[number] = state.new_zeros(self.cache.n_rows, *state.shape[1:])
-                for sample in range(incoming.n_samples):
-                    pool[incoming.rows_of(sample)] = state
+                for sample in range(feed.n_samples):
+                    pool[feed.rows_of(sample)] = state
             setattr(self, name, pools)
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
@@ -62,7 +74,7 @@ class StateLayer(LINEAR):  # type: ignore[misc]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all rows; 0 before the first prefill."""
+        """Bytes of the states of all rows; 0 before the first feed."""
         pools = (pool for name in STATES for pool in getattr(self, name).values())
         return sum(pool.nbytes for pool in pools if pool is not None)
 
@@ -75,7 +87,7 @@ class HybridLayer(SlotLayer, StateLayer):
         StateLayer.__init__(self, cache, kind)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate the states that a keyword names; prefill allocates the pool of slots."""
+        """Allocate the states that a keyword names; a feed allocates the pool of slots."""
         if kwargs:
             StateLayer.lazy_initialization(self, **kwargs)
 

@@ -1,5 +1,6 @@
 """WindowLayer: a layer with a window, whose keys stand in a ring and are never scored."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import take_slots
 from lit_rlkv.kernels.shadow_attention import replayed_attention
-from lit_rlkv.kvcache.layer import SlotLayer
+from lit_rlkv.kvcache.feed import Feed
+from lit_rlkv.kvcache.feed_attention import feed_attention
+from lit_rlkv.kvcache.layer import UNUSED, SlotLayer
 
 if TYPE_CHECKING:
     from lit_rlkv.kvcache.cache import LayerKind, SlotCache
@@ -28,29 +31,45 @@ class WindowLayer(SlotLayer):
         assert kind.window is not None
         self.window = kind.window
 
-    def _prefill(
+    def _feed(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Attend within the window over the prompts, then write the last `window` keys of each."""
-        incoming = self._begin()
-        column = torch.arange(key.shape[2], device=key.device)
-        expiry = self.kind.expiry(column, incoming.n_padding[:, None])
-        evicted_at = expiry.where(incoming.is_prompt, 0)[:, None].int()
-        out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
+        """Attend within the window over the ring and the given tokens, then write the last `window` keys."""
+        feed = self._begin_feed()
         if self.keys is None:
             shape = (self.cache.n_rows, key.shape[1], self.window)
             self.keys, self.values = (each.new_zeros(*shape, each.shape[3]) for each in (key, value))
             self._number_slots()
             self.is_initialized = True
-        last = incoming.is_prompt.sum(dim=1, keepdim=True) - 1
-        slot = torch.arange(self.window, device=key.device)
-        # The latest position of each slot; one that holds none gets a key that is not read.
-        position = (last - (last - slot) % self.window).clamp(min=0)
-        kept = (incoming.n_padding[:, None] + position)[:, None].expand(-1, key.shape[1], -1)
-        for pool, new in zip(self._pools(), (take_slots(key, kept), take_slots(value, kept)), strict=True):
-            for sample in range(incoming.n_samples):
-                pool[incoming.rows_of(sample)] = new
+        rings = [pool[feed.sources] for pool in self._pools()]
+        if feed.most_held == 0:
+            expiry = self.kind.expiry(feed.columns, feed.first[:, None])
+            evicted_at = expiry.where(feed.is_token, 0)[:, None].int()
+            out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
+        else:
+            keys, values = torch.cat([rings[0], key], dim=2), torch.cat([rings[1], value], dim=2)
+            is_seen = partial(self._is_seen, feed)
+            out = feed_attention(query, keys, values, is_seen, scaling, softcap, self.sink)
+        index, is_new = feed.ring_places(feed.newest - feed.first, self.window)
+        index = index[:, None].expand(-1, key.shape[1], -1)
+        for pool, ring, new in zip(self._pools(), rings, (key, value), strict=True):
+            kept = torch.where(is_new[:, None, :, None], take_slots(new, index), ring)
+            for sample in range(feed.n_samples):
+                pool[feed.rows_of(sample)] = kept
         return out
+
+    def _is_seen(self, feed: Feed, tokens: Int[Tensor, " query"]) -> Bool[Tensor, "batch query candidate"]:
+        """Return True where one of these given tokens sees a slot of the ring before, or a given token."""
+        first, query_columns = feed.first[:, None], feed.columns[:, tokens, None]
+        last = (feed.newest - feed.n_new)[:, None] - first
+        slot = torch.arange(self.window, device=first.device)
+        held = first + last - (last - slot) % self.window
+        columns = torch.cat([held.where(held >= first, UNUSED), feed.columns.where(feed.is_token, UNUSED)], 1)
+        is_alive = query_columns < self.kind.expiry(columns, first)[:, None]
+        return (columns >= first)[:, None] & (columns[:, None] <= query_columns) & is_alive
+
+    def begin(self, rows: Int[Tensor, " row"]) -> None:
+        """Do nothing; a ring has no record of evictions."""
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None

@@ -174,8 +174,8 @@ def hidden_states(
     if evicted_at is not None:
         attention |= replay_arguments(model, evicted_at)
     if slot_cache is not None:
-        prompts = None if slot_cache.incoming is None else slot_cache.incoming.is_prompt
-        masks = _masks(model, prompts, input_ids.device)
+        given = None if slot_cache.incoming is None else slot_cache.incoming.is_token
+        masks = _masks(model, given, input_ids.device)
         attention |= {"slot_cache": slot_cache, "past_key_values": slot_cache, "attention_mask": masks}
     with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
         hidden: Tensor = model_body(model)(

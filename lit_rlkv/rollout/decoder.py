@@ -8,6 +8,7 @@ from weakref import WeakSet
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import uses_triton
@@ -17,11 +18,11 @@ from lit_rlkv.kvcache.policies import Policy
 from lit_rlkv.models.backbone import (
     can_be_captured,
     check_deterministic,
+    has_states,
     head_logits,
     hidden_states,
     layer_kinds,
     text_config,
-    token_positions,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.rollout.expert_record import ExpertRecord
@@ -96,6 +97,7 @@ class Decoder:
         n_splits: see `generate`.
         compile_layers: compile the decoder layers for the step.
         record_routing: record the experts of each token.
+        prefill_chunk: most given tokens of a row in one forward; None: all.
     """
 
     def __init__(
@@ -111,12 +113,14 @@ class Decoder:
         n_splits: int | None = None,
         compile_layers: bool = False,
         record_routing: bool = False,
+        prefill_chunk: int | None = None,
     ) -> None:
         check_deterministic(model)
         device = settings.eos_token_ids.device
         self.model = model
         self.settings = settings
         self.generator = generator
+        self.prefill_chunk = prefill_chunk
         self.n_rows = n_rows
         self.seq_len = n_prompt_columns + settings.max_new_tokens
         n_layers = text_config(model).num_hidden_layers
@@ -166,22 +170,100 @@ class Decoder:
         is_prompt: Bool[Tensor, "batch prompt"],
     ) -> None:
         """Prefill each prompt once, and sample the first token of each of its `len(rows) / batch` rows."""
-        n_samples, n_columns = len(rows) // len(input_ids), input_ids.shape[1]
-        with self.kv.prefill(rows, is_prompt), self._watching():
-            hidden = hidden_states(self.model, input_ids, token_positions(is_prompt), slot_cache=self.kv)
-        logits = head_logits(self.model, hidden[:, -1])
+        n_samples = len(rows) // len(input_ids)
         index = torch.tensor(rows, device=input_ids.device)
+        n_padding = is_prompt.shape[1] - is_prompt.sum(dim=1)
+        self.kv.begin(rows, n_padding.repeat_interleave(n_samples))
         if self.experts is not None:
-            self.experts.write_prompts(index, is_prompt)
-        self.input_ids[index] = self.settings.pad_token_id
-        self.input_ids[index, :n_columns] = input_ids.repeat_interleave(n_samples, dim=0)
-        self.logps[index] = 0.0
-        self.response_mask[index] = False
-        self.is_running[index] = True
+            self.experts.begin_rows(index)
         if self._masks is not None:
             self._masks.begin_rows(rows)
+        self.input_ids[index] = self.settings.pad_token_id
+        self.logps[index] = 0.0
+        self.response_mask[index] = False
+        logits = self._feed(rows, input_ids, is_prompt)
+        self._sample_after(index, logits.repeat_interleave(n_samples, dim=0))
+
+    def feed(
+        self, rows: Sequence[int], tokens: Int[Tensor, "row new"], is_token: Bool[Tensor, "row new"]
+    ) -> None:
+        """Append given tokens to the responses of rows, as many as each has, and sample the token after them.
+
+        The given tokens are read with the row's newest one, which no forward has read yet. They are part of
+        the sequence, but not of the response: `response_mask` is False on them, and they have no log-probs.
+        The rows may have ended, for example with the end of their turn, but in the latest step only.
+
+        Args:
+            tokens: left-padded tokens, at least one in each row.
+
+        Raises:
+            ValueError: a row has no columns left for its tokens and one more.
+        """
+        index, n_new = torch.tensor(rows, device=tokens.device), is_token.sum(dim=1)
+        if (end := int((self.kv.column[index] + n_new).max()) + 3) > self.seq_len:
+            raise ValueError(
+                f"a row must have columns for its given tokens and one to sample, but has {self.seq_len} and "
+                f"needs {end}; give fewer tokens, or raise max_new_tokens"
+            )
+        newest = (tokens.shape[1] - n_new)[:, None]
+        tokens = F.pad(tokens, (1, 0)).scatter(1, newest, self.newest[index, None])
+        is_token = F.pad(is_token, (1, 0)).scatter(1, newest, True)
+        while self.kv.policy is None and int((self.kv.n_live[index] + n_new).max()) >= self.kv.n_slots:
+            self.grow(range(self.n_rows))
+        lens = n_new.tolist()
+        if not has_states(self.model):
+            self._sample_after(index, self._feed(rows, tokens, is_token))
+            return
+        for length in dict.fromkeys(lens):  # padding must not enter a state that a row has already
+            part = [i for i, n in enumerate(lens) if n == length]
+            new = slice(-1 - length, None)
+            logits = self._feed([rows[i] for i in part], tokens[part, new], is_token[part, new])
+            self._sample_after(index[part], logits)
+
+    def _feed(
+        self,
+        rows: Sequence[int],
+        tokens: Int[Tensor, "batch new"],
+        is_token: Bool[Tensor, "batch new"],
+    ) -> Float[Tensor, "batch vocab"]:
+        """Append left-padded tokens to rows, in chunks that end together; return the logits after the last.
+
+        A chunk is read once for the `len(rows) / batch` rows that take the same tokens: all chunks but the
+        last go to the first of them, and the last copies what it holds.
+        """
+        n_samples, width, lens = len(rows) // len(tokens), tokens.shape[1], is_token.sum(dim=1)
+        index = torch.tensor(rows, device=tokens.device)
+        sources = index[::n_samples]
+        place = torch.arange(width, device=tokens.device)
+        columns = (self.kv.column[sources] + lens)[:, None] + place - (width - 1)
+        positions = (columns - self.kv.first[sources, None]).clamp(min=0)
+        written = columns.where(is_token, self.seq_len).repeat_interleave(n_samples, dim=0)
+        self.input_ids[index[:, None], written] = tokens.repeat_interleave(n_samples, dim=0)
+        for chunk in self._chunks(lens.tolist(), width):
+            is_last, part = chunk.stop == width, is_token[:, chunk.stop - 1].nonzero()[:, 0]
+            fed = rows if is_last else sources[part].tolist()
+            is_given = is_token[part, chunk]
+            with self.kv.feed(fed, is_given), self._watching():
+                hidden = hidden_states(
+                    self.model, tokens[part, chunk], positions[part, chunk], slot_cache=self.kv
+                )
+            if self.experts is not None:
+                self.experts.write_feed(index if is_last else sources[part], columns[part, chunk], is_given)
+        return head_logits(self.model, hidden[:, -1])
+
+    def _chunks(self, lens: Sequence[int], width: int) -> list[slice]:
+        """Return the columns of each chunk, counted from the end, so that they depend on no other row."""
+        if self.prefill_chunk is None:
+            return [slice(0, width)]
+        ends = range(width, width - max(lens), -self.prefill_chunk)
+        return [slice(max(end - self.prefill_chunk, width - max(lens)), end) for end in reversed(ends)]
+
+    def _sample_after(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
+        """Sample the tokens that follow a feed."""
+        self.is_running[rows] = True
+        if self._masks is not None:
             self._masks.begin_step()
-        self._append(index, logits.repeat_interleave(n_samples, dim=0))
+        self._append(rows, logits)
 
     def step(self) -> None:
         """Sample one more token for every running row.

@@ -30,17 +30,27 @@ class ExpertRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this block the next forward is watched; then `write_prompts` or `write` records it."""
+        """Within this block the next forward is watched; then `write_feed` or `write` records it."""
         with recorded_experts(self._routers) as read:
             yield
             self._latest = read()
 
-    def write_prompts(self, rows: Int[Tensor, " row"], is_prompt: Bool[Tensor, "batch prompt"]) -> None:
-        """Record the forward of left-padded prompts, each for `len(rows) / batch` rows; clear the rest."""
-        n_prompts, n_columns = is_prompt.shape
-        experts = by_row(self._latest, n_prompts).masked_fill(~is_prompt[:, None, None], OWN_CHOICE)
+    def begin_rows(self, rows: Int[Tensor, " row"]) -> None:
+        """Forget these rows, which start another sequence."""
         self.ids[rows] = OWN_CHOICE
-        self.ids[rows, ..., :n_columns] = experts.repeat_interleave(len(rows) // n_prompts, dim=0)
+
+    def write_feed(
+        self,
+        rows: Int[Tensor, " row"],
+        columns: Int[Tensor, "batch new"],
+        is_token: Bool[Tensor, "batch new"],
+    ) -> None:
+        """Record the forward of given tokens in these columns, each for `len(rows) / batch` rows."""
+        n_samples, scratch = len(rows) // len(columns), self.ids.shape[-1] - 1
+        experts = by_row(self._latest, len(columns))
+        index = columns.where(is_token, scratch)[:, None, None].expand_as(experts)
+        fed = self.ids[rows[::n_samples]].scatter(3, index, experts)
+        self.ids[rows] = fed.repeat_interleave(n_samples, dim=0)
 
     def write(self, columns: Int[Tensor, " row"]) -> None:
         """Record the forward of one token for each row, in the given column of the row."""

@@ -49,6 +49,7 @@ def generate(
     n_splits: int | None = None,
     compile_layers: bool = False,
     record_routing: bool = False,
+    prefill_chunk: int | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_finished: OnFinished | None = None,
 ) -> Rollout:
@@ -77,6 +78,9 @@ def generate(
         compile_layers: run decode steps with decoder layers fused by torch.compile; prefill stays eager.
         record_routing: record the experts that the routers of a mixture of experts choose for each token, for
             the learner to take the same.
+        prefill_chunk: most tokens of a prompt in one forward, which bounds the memory of prefill. Chunks are
+            counted from the prompt's end. After each of them a prompt above the budget is compacted to it, so
+            that later chunks see what is left. None: each prompt in one piece.
         on_progress: called during decoding with the number of tokens since the last call, as tqdm's `update`.
             A response that ends early counts in full, so the numbers add up to
             `batch * num_return_sequences * max_new_tokens`.
@@ -104,6 +108,8 @@ def generate(
     is_prompt = attention_mask.bool()
     _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
+    if prefill_chunk is not None:
+        Range(least=1).check("prefill_chunk", prefill_chunk, int, hint="None reads a prompt in one piece")
     _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
     eos_list, given_pad = _token_list("eos_token_id", eos_token_id), _token_list("pad_token_id", pad_token_id)
     pad_list = given_pad or eos_list[:1]
@@ -129,6 +135,7 @@ def generate(
         n_splits=n_splits,
         compile_layers=compile_layers,
         record_routing=record_routing,
+        prefill_chunk=prefill_chunk,
     )
     # A CUDA graph is captured on the current device.
     with (
@@ -146,7 +153,7 @@ def generate(
         callback.call()
     kv_bytes = decoder.kv.kv_bytes
     del decoder, callback  # frees the cache
-    return _trim(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes, temperature)
+    return as_rollout(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes, temperature)
 
 
 def _token_list(name: str, ids: Any) -> list[int]:
@@ -303,17 +310,21 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
     )
 
 
-def _trim(
+def as_rollout(
     rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int, temperature: float
 ) -> Rollout:
-    """Cut the unused columns, and drop evictions after the query that predicted a row's last token."""
+    """Cut the unused columns, and drop evictions after the query that predicted a row's last token.
+
+    All tokens up to the last sampled one are of the sequence; those that were given are not in
+    `response_mask`.
+    """
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
     rows = rows.map_tensors(lambda value: value[..., :end])
     response_mask = rows.response_mask
-    attention_mask = response_mask.clone()
-    attention_mask[:, : is_prompt.shape[1]] = is_prompt
     column = torch.arange(end, device=is_prompt.device)
     last_token = (column * response_mask).amax(dim=1)
+    attention_mask = column <= last_token[:, None]
+    attention_mask[:, : is_prompt.shape[1]] = is_prompt
     evicted_at = rows.evicted_at  # in place, because it is large and has no other reference
     evicted_at.masked_fill_(evicted_at > last_token[:, None, None, None] - 1, NEVER)
     evicted_at.masked_fill_(~attention_mask[:, None, None], 0)

@@ -6,7 +6,7 @@ import torch
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kernels.shadow_attention.reference import visible
-from lit_rlkv.kvcache.prompt_attention import prompt_attention
+from lit_rlkv.kvcache.feed_attention import received_attention
 from lit_rlkv.types import NEVER
 
 BATCH, KV_HEADS, GROUP, SLOTS, DIM = 3, 2, 3, 37, 8
@@ -77,10 +77,15 @@ def test_the_learners_attention_and_its_gradients_have_the_sink(kernels):
 @pytest.mark.parametrize("last_only", [False, True])
 def test_a_sink_takes_its_share_from_what_keys_receive_at_prefill(last_only):
     query, key = drawn(2, KV_HEADS, GROUP, 9, DIM), drawn(2, KV_HEADS, 9, DIM, seed=1)
-    is_prompt = torch.arange(9) >= torch.tensor([0, 4])[:, None]
+    place = torch.arange(9)
+    is_prompt = place >= torch.tensor([0, 4])[:, None]
+
+    def is_seen(queries):
+        return is_prompt[:, None] & (place <= queries[:, None])
+
     options = {"scaling": 0.3, "softcap": None, "last_only": last_only}
-    plain = prompt_attention(query, key, is_prompt, **options)
-    sunk = prompt_attention(query, key, is_prompt, sink=torch.zeros(KV_HEADS, GROUP), **options)
+    plain = received_attention(query, key, is_seen, is_prompt, **options)
+    sunk = received_attention(query, key, is_seen, is_prompt, sink=torch.zeros(KV_HEADS, GROUP), **options)
     n_queries = torch.tensor([1.0, 1.0] if last_only else [9.0, 5.0])
     torch.testing.assert_close(plain.sum(-1), n_queries[:, None].expand(-1, KV_HEADS))
     assert (sunk.sum(-1) < plain.sum(-1) - 0.05).all()

@@ -262,7 +262,7 @@ def test_prompt_attention_does_not_depend_on_chunks(policy: str, monkeypatch: py
     )
     run_cache(whole, random_states())
     # Four heads of four rows, 13 columns: four queries at a time.
-    monkeypatch.setattr("lit_rlkv.kvcache.prompt_attention.MAX_PROMPT_LOGITS", 4 * 4 * 4 * WIDTH)
+    monkeypatch.setattr("lit_rlkv.kvcache.feed_attention.MAX_LOGITS", 4 * 4 * 4 * WIDTH)
     run_cache(chunked, random_states())
     assert torch.equal(evictions(chunked), evictions(whole))
 

@@ -3,9 +3,28 @@
 import pytest
 import torch
 
+from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.recent_queries import RecentQueries
 
 WINDOW, N_STEPS = 3, 5
+
+
+def feed_of(rows: torch.Tensor, newest: torch.Tensor, is_token: torch.Tensor) -> Feed:
+    """A feed of tokens up to column `newest`, each row of them for `len(rows) / batch` rows."""
+    n_new, nothing = is_token.sum(dim=1), torch.zeros(len(is_token), dtype=torch.long)
+    return Feed(
+        rows=rows,
+        span=None,
+        is_token=is_token,
+        n_new=n_new,
+        n_held=newest + 1 - n_new,
+        most_held=int((newest + 1 - n_new).max()),
+        is_padded=True,
+        first=nothing,
+        newest=newest,
+        is_due=nothing.bool(),
+        due=None,
+    )
 
 
 @pytest.mark.parametrize("n_prompt", [1, 3, 7])
@@ -17,7 +36,8 @@ def test_the_last_queries_of_each_row_are_read_with_their_columns(n_prompt: int,
     queries[1::2, :, :, :n_prompt] = queries[::2, :, :, :n_prompt]
     rows = torch.tensor([3, 1, 0, 2])  # rows 3 and 1 are of the first prompt
     recent = RecentQueries(queries, n_rows=4, window=WINDOW)
-    recent.write_prompts(rows, queries[::2, :, :, :n_prompt])
+    prompts = torch.ones(2, n_prompt, dtype=torch.bool)
+    recent.write_feed(feed_of(rows, torch.full((2,), n_prompt - 1), prompts), queries[::2, :, :, :n_prompt])
     queries = queries[rows.argsort()]
     newest = torch.full((4,), n_prompt - 1)
     for step in range(N_STEPS):
@@ -31,3 +51,21 @@ def test_the_last_queries_of_each_row_are_read_with_their_columns(n_prompt: int,
         assert torch.equal(found[place], queries[row][:, :, columns[place]])
     _, of_the_column_before = recent.read(chosen, newest[chosen] - 1)
     assert not torch.equal(of_the_column_before, columns)
+
+
+@pytest.mark.parametrize("n_new", [(1, 2), (2, 5), (4, 3)])
+def test_given_tokens_take_the_places_of_the_oldest_queries(n_new: tuple[int, int]):
+    n_prompt, width = 4, max(n_new)
+    queries = torch.randn(2, 2, 2, n_prompt + width, 5)
+    recent = RecentQueries(queries, n_rows=2, window=WINDOW)
+    rows, before = torch.arange(2), torch.full((2,), n_prompt - 1)
+    recent.write_feed(feed_of(rows, before, torch.ones(2, n_prompt, dtype=torch.bool)), queries[..., :4, :])
+    newest = before + torch.tensor(n_new)
+    given = torch.full_like(queries[..., :width, :], torch.nan)  # left-padded
+    for row, n in enumerate(n_new):
+        given[row, :, :, width - n :] = queries[row, :, :, n_prompt : n_prompt + n]
+    is_token = torch.arange(width) >= width - torch.tensor(n_new)[:, None]
+    recent.write_feed(feed_of(rows, newest, is_token), given)
+    found, columns = recent.read(rows, newest)
+    for row in range(2):
+        assert torch.equal(found[row], queries[row][:, :, columns[row]])

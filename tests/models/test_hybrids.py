@@ -125,7 +125,7 @@ def test_the_states_are_counted_and_do_not_grow(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loading_catches_a_state_that_is_dropped(name, monkeypatch):
-    own = state_layer.StateLayer.end_prefill
+    own = state_layer.StateLayer.end_feed
 
     def dropped(layer, incoming):
         own(layer, incoming)
@@ -134,6 +134,6 @@ def test_loading_catches_a_state_that_is_dropped(name, monkeypatch):
                 if state is not None:
                     state.zero_()
 
-    monkeypatch.setattr(state_layer.StateLayer, "end_prefill", dropped)
+    monkeypatch.setattr(state_layer.StateLayer, "end_feed", dropped)
     with pytest.raises(ValueError, match="its logits change when it decodes from our cache"):
         prepare_backbone(hybrid(name))

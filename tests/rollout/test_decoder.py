@@ -165,13 +165,13 @@ def test_the_samples_of_a_prompt_wait_until_all_of_them_find_a_row():
 def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    pools, prefill = [], SlotCache.prefill
+    pools, begin = [], SlotCache.begin
 
     def watched(cache: SlotCache, *args: Any):
         pools.append(weakref.ref(cache))
-        return prefill(cache, *args)
+        return begin(cache, *args)
 
-    monkeypatch.setattr(SlotCache, "prefill", watched)
+    monkeypatch.setattr(SlotCache, "begin", watched)
     gc.disable()
     try:
         run(max_rows=2)

@@ -4,9 +4,14 @@ from types import ModuleType
 
 from lit_rlkv.kernels.backend import with_triton
 from lit_rlkv.kernels.evict import reference
-from lit_rlkv.kernels.evict.reference import choose_survivors, due_rows, take_slots
+from lit_rlkv.kernels.evict.reference import (
+    choose_survivors,
+    due_rows,
+    record_evictions,
+    take_slots,
+)
 
-__all__ = ["choose_survivors", "due_rows", "evict", "take_slots"]
+__all__ = ["choose_survivors", "due_rows", "evict", "record_evictions", "take_slots"]
 
 
 def _load_kernels() -> ModuleType:

@@ -47,19 +47,28 @@ def evict(
     limits = {"budget": budget, "sink": sink, "window": window}
     kept = choose_survivors(scores[rows], due_columns, due_now, due_first, **limits)
 
-    is_kept = torch.zeros_like(due_columns, dtype=torch.bool).scatter(2, kept, True)
-    is_evicted = ~is_kept & (due_columns >= due_first[:, None, None])
-    n_columns = evicted_at.shape[2]
-    recorded = F.pad(evicted_at[rows], (0, 1))  # the last column takes what is not recorded
-    now_of_slot = due_now[:, None, None].to(evicted_at.dtype).expand_as(due_columns)
-    recorded = recorded.scatter(2, due_columns.where(is_evicted, n_columns), now_of_slot)
-    evicted_at[rows] = recorded[..., :n_columns]
-
+    evicted_at[rows] = record_evictions(evicted_at[rows], due_columns, kept, due_now, due_first)
     keys[rows, :, :budget] = take_slots(keys[rows], kept)
     values[rows, :, :budget] = take_slots(values[rows], kept)
     columns[rows, :, :budget] = columns[rows].gather(2, kept)
     if attention is not None:
         attention[rows, :, :budget] = attention[rows].gather(2, kept)
+
+
+def record_evictions(
+    evicted_at: Int[Tensor, "batch kv_head seq"],
+    columns: Int[Tensor, "batch kv_head slot"],
+    kept: Int[Tensor, "batch kv_head budget"],
+    now: Int[Tensor, " batch"],
+    first: Int[Tensor, " batch"],
+) -> Int[Tensor, "batch kv_head seq"]:
+    """Return the table after an eviction: `now` for the key of each slot that is not kept."""
+    is_kept = torch.zeros_like(columns, dtype=torch.bool).scatter(2, kept, True)
+    is_evicted = ~is_kept & (columns >= first[:, None, None])
+    n_columns = evicted_at.shape[2]
+    recorded = F.pad(evicted_at, (0, 1))  # the last column takes what is not recorded
+    now_of_slot = now[:, None, None].to(evicted_at.dtype).expand_as(columns)
+    return recorded.scatter(2, columns.where(is_evicted, n_columns), now_of_slot)[..., :n_columns]
 
 
 def check_budget(budget: int, scores: Tensor) -> None:

@@ -1,0 +1,176 @@
+"""Given tokens, in prompts and within responses: what the learner replays is what the sampler saw."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.rollout.generate import as_rollout
+from lit_rlkv.types import NEVER, Rollout
+from tests.models import test_hybrids, test_sliding_windows
+from tests.models_zoo import FAMILIES, PAD, VOCAB, ragged_prompts, tiny_model
+from tests.tiers import diagonal, every_nth, short_tier
+
+TOLERANCE = 1e-4
+FLOAT_ERROR = 1e-6
+SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
+LENS = (31, 22, 9, 1)
+CHUNKS = (1, 3, 5, 9)
+"""Up to three intervals; 5 and 9 divide no prompt."""
+
+
+def spec_of(policy: str, **changes: int) -> CacheSpec:
+    return CacheSpec.dense() if policy == "dense" else CacheSpec(policy=policy, **SPEC | changes)
+
+
+def roll_out(model: PreTrainedModel, spec: CacheSpec, chunk: int | None, **options: Any) -> Rollout:
+    settings: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": 5, "pad_token_id": PAD} | options
+    generator = torch.Generator().manual_seed(0)
+    return generate(
+        model, *ragged_prompts(LENS), cache=spec, prefill_chunk=chunk, generator=generator, **settings
+    )
+
+
+def converse(
+    model: PreTrainedModel, spec: CacheSpec, chunk: int | None, turns: int = 3, n_samples: int = 1
+) -> Rollout:
+    """Four tokens of a response, then given ones of another length in each row, and so on."""
+    input_ids, is_prompt = ragged_prompts(LENS)
+    n_rows, generator = n_samples * len(LENS), torch.Generator().manual_seed(0)
+    settings = DecodeSettings(64, torch.tensor([], dtype=torch.long), PAD, 1.0)
+    decoder = Decoder(
+        model, spec, n_rows, max(LENS), settings, generator, cuda_graph=None, prefill_chunk=chunk
+    )
+    with torch.no_grad():
+        decoder.prefill(range(n_rows), input_ids, is_prompt)
+        for turn in range(turns):
+            for _ in range(4):
+                decoder.step()
+            rows = [row for row in range(n_rows) if (row + turn) % 3 != 0]
+            n_given = 1 + torch.tensor([5 * row + 7 * turn for row in rows]) % 11
+            is_token = torch.arange(11) >= 11 - n_given[:, None]
+            tokens = torch.randint(1, VOCAB, is_token.shape, generator=generator)
+            decoder.feed(rows, tokens.masked_fill(~is_token, PAD), is_token)
+        for _ in range(4):
+            decoder.step()
+    return as_rollout(
+        decoder.read_rows(range(n_rows)),
+        is_prompt.repeat_interleave(n_samples, dim=0),
+        decoder.kv.kv_bytes,
+        1.0,
+    )
+
+
+def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> float:
+    with torch.no_grad():
+        return float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
+
+
+@cache
+def rolled_out(policy: str, chunk: int) -> Rollout:
+    return roll_out(tiny_model("qwen3"), spec_of(policy), chunk)
+
+
+@cache
+def conversation(policy: str, chunk: int | None) -> Rollout:
+    return converse(tiny_model("qwen3"), spec_of(policy), chunk)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("policy", ["dense", "h2o", "snapkv"])
+def test_a_prompt_within_the_budget_may_be_split_anywhere(policy: str, chunk: int):
+    model, spec = tiny_model("qwen3"), spec_of(policy, budget=100)
+    whole, split = roll_out(model, spec, None), roll_out(model, spec, chunk)
+    assert torch.equal(split.input_ids, whole.input_ids)
+    assert torch.equal(split.evicted_at, whole.evicted_at)
+    torch.testing.assert_close(split.rollout_logps, whole.rollout_logps, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("policy", "chunk"), diagonal(POLICIES, CHUNKS))
+def test_a_prompt_in_chunks_is_replayed_exactly(policy: str, chunk: int):
+    model, rollout = tiny_model("qwen3"), rolled_out(policy, chunk)
+    assert gap(model, rollout) < TOLERANCE
+    assert gap(model, rollout, shadow=False) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("policy", "chunk"), diagonal(["dense", *POLICIES], [None, 3, 7]))
+def test_given_tokens_within_responses_are_replayed_exactly(policy: str, chunk: int | None):
+    model, rollout = tiny_model("qwen3"), conversation(policy, chunk)
+    is_begin = rollout.response_mask[:, 1:] & ~rollout.response_mask[:, :-1]
+    assert sorted(is_begin.sum(dim=1).tolist()) == [3, 3, 3, 3]
+    assert gap(model, rollout) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", every_nth(3, FAMILIES))
+def test_every_family_reads_given_tokens(family: str):
+    model = tiny_model(family)
+    for policy in ("snapkv", "h2o"):
+        assert gap(model, converse(model, spec_of(policy), 4)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("policy", "family"), diagonal(["dense", "h2o"], test_sliding_windows.CASES))
+def test_windows_pass_over_given_tokens(family: str, policy: str):
+    model = prepare_backbone(test_sliding_windows.windowed(family))
+    for chunk in (2, 6, 13):
+        assert gap(model, converse(model, spec_of(policy), chunk)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", short_tier(test_hybrids.CONFIGS, ["lfm2", "qwen3_next"]))
+def test_states_pass_over_given_tokens(name: str):
+    model = prepare_backbone(test_hybrids.hybrid(name))
+    for chunk in (1, 6, None):
+        assert gap(model, converse(model, spec_of("snapkv"), chunk)) < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o", "expected"])
+@pytest.mark.parametrize("options", [{"max_rows": 4}, {"max_rows": 2, "num_return_sequences": 2}])
+def test_refilled_rows_and_shared_prompts_are_replayed_exactly(policy: str, options: dict[str, int]):
+    model = tiny_model("qwen3")
+    rollout = roll_out(model, spec_of(policy), 4, **{"num_return_sequences": 2} | options)
+    assert gap(model, rollout) < TOLERANCE
+    assert not torch.equal(rollout.input_ids[0], rollout.input_ids[1])
+    of_prompt = rollout.evicted_at[..., : max(LENS)]
+    before_end = of_prompt.where(of_prompt < max(LENS), NEVER)
+    assert torch.equal(before_end[0::2], before_end[1::2])  # the chunks before the last were read once
+
+
+def died(rollout: Rollout) -> Tensor:
+    return (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
+
+
+def moved(rollout: Rollout, move: Any) -> Rollout:
+    """The rollout with other eviction times of the keys that died within the prompt."""
+    is_moved = died(rollout) & (rollout.evicted_at < max(LENS))
+    born = torch.arange(rollout.evicted_at.shape[-1])
+    times = torch.maximum(move(rollout.evicted_at), born + 1).int()
+    return replace(rollout, evicted_at=torch.where(is_moved, times, rollout.evicted_at))
+
+
+@pytest.mark.parametrize(("policy", "chunk"), diagonal(POLICIES, [3, 9]))
+def test_ends_of_chunks_that_are_nearly_right_are_caught(policy: str, chunk: int):
+    model, rollout = tiny_model("qwen3"), rolled_out(policy, chunk)
+    floor = 100 * max(gap(model, rollout), FLOAT_ERROR)
+    assert gap(model, moved(rollout, lambda at: at + 1)) > floor
+    assert gap(model, moved(rollout, lambda at: at - 1)) > floor
+    assert gap(model, moved(rollout, lambda at: at - chunk)) > floor  # evicted where its chunk begins
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_keys_of_a_prompt_die_at_the_ends_of_chunks_down_to_the_budget(chunk: int):
+    rollout = rolled_out("snapkv", chunk)
+    for row, length in enumerate(LENS):
+        first = max(LENS) - length
+        for end in range(max(LENS) - chunk * ((length - 1) // chunk), max(LENS) + 1, chunk):
+            alive = (rollout.evicted_at[row, ..., first:end] > end).sum(dim=-1)
+            assert (alive == min(end - first, SPEC["budget"])).all()
+        times = rollout.evicted_at[row][died(rollout)[row]]
+        within = times[times < max(LENS)]
+        assert ((max(LENS) - within) % chunk == 0).all()
