@@ -186,9 +186,7 @@ def test_an_interrupt_in_any_stage_says_how_to_resume(tmp_path, options, at):
     assert resume_argument(said) == f"resume={folder}"
     if "sft" in at:
         (saved,) = (folder / "sft").glob("*/checkpoints/*")
-        assert (
-            int(saved.name.removeprefix("iteration-")) >= 39
-        )  # the line comes before its save
+        assert int(saved.name.removeprefix("iteration-")) >= 39  # the line comes before its save
 
 
 @pytest.mark.slow
