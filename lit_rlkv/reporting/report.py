@@ -14,7 +14,7 @@ from lit_rlkv.reporting.logged_samples import select_samples
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_folder import RunReport
-from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense, stage_cells
+from lit_rlkv.reporting.tables import evaluation_cells, percent, share_of_dense, stage_cells
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -66,8 +66,7 @@ def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     return TEMPLATES.get_template("report.html.jinja").render(
         report=report,
         tiles=tiles(report),
-        evaluation=evaluation_cells(report.before, report.after, with_intervals=True),
-        learned=learned_cells(report.before, report.after),
+        evaluation=evaluation_cells({"before": report.before, "after": report.after}, with_intervals=True),
         n_problems=max((row.n_problems for row in rows), default=0),
         stages=stage_cells(report.stage_seconds),
         samples=select_samples(report.samples),

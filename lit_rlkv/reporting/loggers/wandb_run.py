@@ -24,8 +24,7 @@ FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
 INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 60.0, 300.0
 """Longest waits for the service at the start, and for uploads at the end; the rest can be synced later."""
-MODES: dict[bool, Literal["offline", "online"]] = {True: "offline", False: "online"}
-"""W&B's name of the mode, by `offline`."""
+Mode = Literal["online", "offline"]
 
 
 def _read_id(path: Path) -> str | None:
@@ -145,15 +144,16 @@ class WandbRun(RunLogger):
         try:
             if is_offline is None and "WANDB_MODE" not in os.environ:  # which wandb reads
                 is_offline = not self._wandb.login(prompt=False)
-            return self._init_in(None if is_offline is None else MODES[is_offline], run_id)
+            mode: Mode | None = None if is_offline is None else "offline" if is_offline else "online"
+            return self._init_in(mode, run_id)
         except Exception as error:
             if self.offline:
                 raise
             log.warning("W&B is not reachable; this run is logged offline in its folder: %s", error)
             self._wandb.teardown()  # its service keeps the id in use
-            return self._init_in(MODES[True], run_id)
+            return self._init_in("offline", run_id)
 
-    def _init_in(self, mode: Literal["offline", "online"] | None, run_id: str) -> Any:
+    def _init_in(self, mode: Mode | None, run_id: str) -> Any:
         return self._wandb.init(
             **self.labels,
             name=self.name or self.run_dir.name,
