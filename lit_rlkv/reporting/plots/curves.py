@@ -17,17 +17,6 @@ from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
 
-MANY = 1000
-"""Values from which ticks have a separator of thousands."""
-CORRECTION_STYLES = {
-    "token_ratio": ("ρ of tokens", style.BLUE),
-    "sequence_ratio": ("Π ρ of responses", style.VERMILLION),
-    "tis": ("tis", style.GREEN),
-    "mis": ("mis", style.PURPLE),
-    "sparse_rl": ("sparse_rl", style.ORANGE),
-}
-"""Legend name and colour of each correction."""
-
 
 @dataclass(frozen=True)
 class CurveSet:
@@ -58,18 +47,9 @@ GOLD = "Proxy and gold"
 """Title of the curves that are shown only if the verifier's score is not the reward."""
 
 
-def reward_curve(history: History) -> Figure:
-    """Draw the mean reward of each iteration and the std of rewards in a group."""
-    return draw_metrics(_find("Reward"), history)
-
-
-def mismatch(history: History) -> Figure:
-    """Draw the mismatch of rollout policy and learner on a log axis."""
-    return draw_metrics(_find("Mismatch of sampler and learner"), history)
-
-
-def _find(title: str) -> CurveSet:
-    return next(one for sets in CURVES.values() for one in sets if one.title == title)
+def draw(title: str, history: History) -> Figure:
+    """Draw the curves of this title, such as Reward."""
+    return draw_metrics(next(one for sets in CURVES.values() for one in sets if one.title == title), history)
 
 
 def draw_metrics(curves: CurveSet, history: History) -> Figure:
@@ -113,12 +93,12 @@ def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
     if curves.axis == "share":
         style.share_axis(axes)
     elif curves.axis.startswith("log"):
-        style.log_decades(axes)
+        axes.set_yscale("log")
     elif curves.axis != "free":
-        highest = np.nanmax(style.line_heights(axes), initial=0.0)
-        axes.set_ylim(0, 1.08 * highest or (0.01 if curves.axis == "percent" else 1.0))
-        if highest >= MANY:
-            axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,g}")
+    if curves.axis == "log percent":
+        axes.set_ylim(top=1.3)  # so that 100% has its tick
     if curves.axis.endswith("percent"):
         axes.yaxis.set_major_formatter(style.small_percent)
     style.integer_x_axis(axes)

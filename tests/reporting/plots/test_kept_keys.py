@@ -34,11 +34,9 @@ def test_cache_fill_marks_budget_and_slots():
         found.get_label(): found.get_ydata()[0]
         for found in kept_keys.cache_fill(fill_record(TWO_HEADS), 2, 1).axes[0].lines
     }
-    assert levels["_budget 2"] == 2
-    assert levels["_slots 3"] == 3
-    assert "_budget 2" not in {
-        found.get_label() for found in kept_keys.cache_fill(fill_record(TWO_HEADS)).axes[0].lines
-    }
+    assert (levels["budget 2"], levels["slots 3"]) == (2, 3)
+    unmarked = kept_keys.cache_fill(fill_record(TWO_HEADS)).axes[0].lines
+    assert "budget 2" not in {found.get_label() for found in unmarked}
 
 
 def drawn_lifetimes(rollout, row=0, token_labels=None):
@@ -67,8 +65,6 @@ def test_attention_is_a_cell_for_each_layer_and_head():
     (low,) = tables(kept_keys.attention_kept(CACHE, "attention_kept_p05"))
     assert tables(figure)[0].tolist() == CACHE["attention_kept"]
     assert low.tolist() == CACHE["attention_kept_p05"]
-    written = {text.get_position(): text.get_text() for text in figure.axes[0].texts}
-    assert written[0, 1] == "50%"  # head 0 of layer 1
     assert figure.axes[0].images[0].get_clim() == (0.0, 1.0)  # the same colours in every run
 
 
