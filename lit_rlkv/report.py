@@ -3,12 +3,15 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from lit_rlkv.cli import exit_in_one_line
 from lit_rlkv.config import ConfigError
 from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
+from lit_rlkv.reporting.comparison import run_names, write_comparison
+from lit_rlkv.reporting.pictures import figures
+from lit_rlkv.reporting.report import write_report
+from lit_rlkv.reporting.run_folder import read_run
 from lit_rlkv.run_files import CONFIG, REPORT
 
 USAGE = """Draw the report of a run again, or compare runs: curves, evaluations and configs side by side.
@@ -42,10 +45,6 @@ def main() -> None:
         sys.exit(0 if sys.argv[1:] else 2)
     with exit_in_one_line():
         arguments = parse(sys.argv[1:])
-        # Imported here, so that mistakes on the command line are reported before matplotlib is loaded, and
-        # Ctrl-C in an import ends it at once.
-        for module in ("comparison", "pictures", "report", "run_folder"):
-            import_module(f"lit_rlkv.reporting.{module}")
         with unwind_on_ctrl_c(INTERRUPTED):
             write(arguments)
     sys.stdout.write(f"{'report' if len(arguments.run_dirs) == 1 else 'comparison'}: {arguments.to}\n")
@@ -86,18 +85,10 @@ def write(arguments: ReportArguments) -> None:
     """Write the page.
 
     Raises:
-        ConfigError: a run is given twice or cannot be read, or the page cannot be written.
+        OneLineError: a run is given twice or cannot be read, or the page cannot be written.
     """
-    from lit_rlkv.reporting.comparison import run_names, write_comparison
-    from lit_rlkv.reporting.pictures import figures
-    from lit_rlkv.reporting.report import write_report
-    from lit_rlkv.reporting.run_folder import read_run
-
-    try:
-        names = run_names(arguments.run_dirs)
-        runs = [read_run(run_dir) for run_dir in arguments.run_dirs]
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    names = run_names(arguments.run_dirs)
+    runs = [read_run(run_dir) for run_dir in arguments.run_dirs]
     try:
         arguments.to.parent.mkdir(parents=True, exist_ok=True)
         if len(runs) == 1:

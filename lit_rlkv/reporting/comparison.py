@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.describe import differing
@@ -18,14 +19,18 @@ Runs = Mapping[str, RunReport]
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ, such as `lr-3/seed-0`."""
+    """Return the shortest ends of the paths that differ, such as `lr-3/seed-0`.
+
+    Raises:
+        ConfigError: a run is given twice.
+    """
     parts = [path.absolute().parts for path in run_dirs]
     longest = max(map(len, parts))
     for n_parts in range(1, longest + 1):
         names = [os.sep.join(path[-n_parts:]) for path in parts]
         if len(set(names)) == len(names):
             return names
-    raise ValueError(f"a run cannot be compared with itself: {run_dirs[0]} was given twice")
+    raise ConfigError(f"a run cannot be compared with itself: {run_dirs[0]} was given twice")
 
 
 def write_comparison(path: Path, runs: Runs) -> None:

@@ -92,14 +92,14 @@ def _draw(
 def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
     if curves.axis == "share":
         style.share_axis(axes)
-    elif curves.axis.startswith("log"):
+    elif curves.axis == "log percent":
+        style.log_share_axis(axes)
+    elif curves.axis == "log":
         axes.set_yscale("log")
     elif curves.axis != "free":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:,g}")
-    if curves.axis == "log percent":
-        axes.set_ylim(top=1.3)  # so that 100% has its tick
-    if curves.axis.endswith("percent"):
+    if curves.axis == "percent":
         axes.yaxis.set_major_formatter(style.small_percent)
     style.integer_x_axis(axes)
     return figure

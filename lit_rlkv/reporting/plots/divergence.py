@@ -51,9 +51,7 @@ def weights_by_position(measured: Measured) -> Figure:
     figure, axes = style.single_axes(X_LABEL, "Effective sample size")
     position, share = _column(measured, "position"), _column(measured, "prefix_ess")
     axes.plot(position, share, color=style.BLUE, lw=2, label="sample size, left axis")
-    axes.set_yscale("log")
-    axes.set_ylim(top=1.3)  # so that 100% has its tick
-    axes.yaxis.set_major_formatter(style.small_percent)
+    style.log_share_axis(axes)
     right = axes.twinx()
     right.set_ylabel("|log Π ρ| (nats)", color=style.VERMILLION, size=style.NORMAL)
     right.tick_params(colors=style.VERMILLION, labelsize=style.SMALL, length=0)

@@ -86,7 +86,7 @@ def ages_at_eviction(measured: Measured) -> Figure:
 def median_ages(measured: Measured) -> Figure:
     """Draw the median age at eviction of each layer and KV head."""
     medians = np.array(measured["lifetime_median"], dtype=float)
-    return _heat(medians, "KV head", "tokens", "{x:.0f}", float(np.nanmax(medians, initial=1.0)))
+    return _heat(medians, "KV head", "tokens", "{x:g}", float(np.nanmax(medians, initial=1.0)))
 
 
 def _heat(

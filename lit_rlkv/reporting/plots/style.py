@@ -11,7 +11,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from lit_rlkv.reporting.run_metrics import History
 
@@ -124,6 +124,14 @@ def share_axis(axes: Axes) -> None:
     """Let the y axis show shares from 0 to 100 %."""
     axes.set_ylim(0, 1.03)
     axes.yaxis.set_major_formatter(PERCENT)
+
+
+def log_share_axis(axes: Axes) -> None:
+    """Let the y axis show shares on a log scale, with the ticks of at least 10 % and 100 %."""
+    axes.set_yscale("log")
+    axes.set_ylim(min(0.09, axes.get_ylim()[0]), 1.3)
+    axes.yaxis.set_major_formatter(small_percent)
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def small_percent(value: float, position: float | int | None = None) -> str:
