@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from lit_rlkv.cli import exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError
-from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
+from lit_rlkv.cli import run_command
+from lit_rlkv.config import require
 
 DESCRIPTION = """\
 Run a W&B sweep file on this machine; the same command resumes it, and tries failed runs again.
@@ -31,7 +30,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; overrides may stand anywhere between the options."""
+    """Parse the command line; overrides may stand anywhere between the options.
+
+    Raises:
+        ConfigError: optuna is not installed.
+    """
     parser = OneLineParser(
         prog="python -m lit_rlkv.sweep",
         description=DESCRIPTION,
@@ -47,7 +50,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--max-runs", metavar="N", type=_count, help="most runs; the file's run_cap if not given"
     )
     parser.add_argument("--dir", metavar="FOLDER", type=Path, help="of the sweep (runs_dir/sweeps/FILE)")
-    return parser.parse_intermixed_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
+    require(importlib.util.find_spec("optuna") is not None, "sweeps need optuna; pip install -e '.[sweep]'")
+    return parsed
 
 
 def _override(text: str) -> str:
@@ -74,6 +79,7 @@ def sweep(args: argparse.Namespace) -> None:
     from lit_rlkv.sweeping.runs import SweepStudy, Workers, check, compose
     from lit_rlkv.sweeping.sweep_file import find_sweep, read_sweep
 
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     plan = read_sweep(find_sweep(args.file), tuple(args.overrides))
     total = plan.n_runs(args.max_runs)
     check(plan)
@@ -102,15 +108,8 @@ def sweep(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the command line; Ctrl-C stops all runs, which the same command resumes."""
     command = shlex.join(["python", "-m", "lit_rlkv.sweep", *sys.argv[1:]])
-    with abort_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
-        args = parse(sys.argv[1:])
-        with exit_in_one_line():
-            if importlib.util.find_spec("optuna") is None:
-                raise ConfigError('sweeps need the package optuna; pip install -e ".[sweep]"')
-            import_slow_modules("lit_rlkv.sweeping.runs")
-    with exit_in_one_line(), unwind_on_ctrl_c(f"interrupted; resume with {command}"):
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-        sweep(args)
+    interrupted = f"interrupted; resume with {command}"
+    run_command(parse, ("lit_rlkv.sweeping.runs",), sweep, interrupted=interrupted)
 
 
 if __name__ == "__main__":
