@@ -7,10 +7,15 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from lit_rlkv.cli import run_command
-from lit_rlkv.config import require
+from omegaconf import DictConfig
+
+from lit_rlkv.cli import compose_arguments, run_command
+from lit_rlkv.config import ConfigError, check_keys, check_saved_code, require
+
+if TYPE_CHECKING:
+    from lit_rlkv.sweeping.sweep_file import Sweep, Values
 
 DESCRIPTION = """\
 Run a W&B sweep file on this machine; the same command resumes it, and tries failed runs again.
@@ -76,7 +81,7 @@ def sweep(args: argparse.Namespace) -> None:
     from lit_rlkv.reporting.progress import stderr_console
     from lit_rlkv.runs.lock import FolderLock
     from lit_rlkv.sweeping.results import results_table, write_results
-    from lit_rlkv.sweeping.runs import SweepStudy, Workers, check, compose
+    from lit_rlkv.sweeping.runs import SweepStudy, Workers
     from lit_rlkv.sweeping.sweep_file import find_sweep, read_sweep
 
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
@@ -103,6 +108,42 @@ def sweep(args: argparse.Namespace) -> None:
             f"{len(workers.failed)} of {total} runs failed, and the same command tries them again; see "
             f"{workers.failed[0].log}"
         )
+
+
+def compose(sweep: "Sweep", values: "Values", folder: Path) -> DictConfig:
+    """Return the config of a run after the checks that fit makes.
+
+    Raises:
+        ConfigError: it does not compose, or names code that the command line does not trust.
+    """
+    cfg, hydra_cfg = compose_arguments("config", sweep.arguments(values, folder))
+    check_saved_code(cfg.reward.functions)  # a file is no command line
+    check_keys(cfg, hydra_cfg.runtime.choices, list(hydra_cfg.overrides.task))
+    return cfg
+
+
+def check(sweep: "Sweep") -> None:
+    """Check every listed combination, at both ends of all ranges.
+
+    Raises:
+        ConfigError: naming the combination that does not work.
+    """
+    from optuna.distributions import CategoricalDistribution
+
+    from lit_rlkv.reporting.progress import track
+    from lit_rlkv.runs.preflight import checked_config
+
+    ranges = {key: each for key, each in sweep.space.items() if not isinstance(each, CategoricalDistribution)}
+    ends = [{key: str(getattr(each, end)) for key, each in ranges.items()} for end in ("low", "high")]
+    todo = [cell | end for cell in sweep.cells for end in (ends if ranges else [{}])]
+    with track("check", len(todo), quiet_s=2.0) as advance:
+        for values in todo:
+            try:
+                checked_config(compose(sweep, values, Path("unused")))
+            except ConfigError as error:
+                named = " ".join(f"{key}={value}" for key, value in values.items())
+                raise ConfigError(f"{error} (in the run with {named})") from error
+            advance()
 
 
 def main() -> None:

@@ -88,8 +88,6 @@ def test_an_interrupted_sweep_goes_on_without_repeating_a_finished_run(tmp_path,
     for run in runs_of(folder):
         rows = (run / "metrics.csv").read_text().splitlines()
         assert [row.split(",")[0] for row in rows[1:]] == [f"{n}.0" for n in range(1, N_ITERATIONS + 1)]
-    # One run made the SFT model, and the others waited for it.
-    assert sum((run / "sft_metrics.csv").is_file() for run in runs_of(folder)) == 1
 
 
 @pytest.mark.slow
