@@ -185,13 +185,13 @@ def _parsed(key: str, options: Any) -> str | BaseDistribution:
         require(isinstance(given["values"], list) and bool(given["values"]), f"{where}.values must be a list")
         return CategoricalDistribution(tuple(dict.fromkeys(map(_text, given["values"]))))
     is_whole = all(isinstance(given.get(end), int) for end in ("min", "max"))
-    arguments = {OPTUNA_NAMES.get(name, name): value for name, value in given.items()}
+    arguments = {OPTUNA_NAMES.get(str(name), str(name)): value for name, value in given.items()}
     try:
         return DISTRIBUTIONS[kind or ("int_uniform" if is_whole else "uniform")](**arguments)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: {dict(options)} cannot be drawn here ({error}); write value, values, or min and max with "
-            f"distribution {', '.join(DISTRIBUTIONS)}, or let {ELSEWHERE}"
+            f"{where}: {dict(options)} cannot be drawn here ({error}); write value, values, or min and max "
+            f"with distribution {', '.join(DISTRIBUTIONS)}, or let {ELSEWHERE}"
         ) from error
 
 
