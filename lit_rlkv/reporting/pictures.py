@@ -12,7 +12,6 @@ from lit_rlkv.reporting.plots import curves, divergence, kept_keys, style
 from lit_rlkv.reporting.plots.curves import CurveSet
 from lit_rlkv.reporting.run_folder import RunReport
 from lit_rlkv.reporting.run_metrics import History
-from lit_rlkv.reporting.tables import reward_sentence
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +43,6 @@ EVICTED: dict[str, tuple[Callable[[Measured], Figure], str]] = {
     "Evicted and later needed": (
         kept_keys.attention_on_evicted,
         "attention of the dense policy on evicted keys; near 0, only keys that are not used were evicted.",
-    ),
-    "Attention that eviction left": (
-        kept_keys.attention_kept,
-        "share of each head's dense attention that is on cached keys, mean over queries.",
-    ),
-    "Attention left for the worst queries": (
-        partial(kept_keys.attention_kept, statistic="attention_kept_p05"),
-        "the same for the queries with the lowest share (5th percentile).",
-    ),
-    "Age of keys at their eviction": (
-        kept_keys.ages_at_eviction,
-        "tokens from writing a key to its eviction; a policy that keeps recent keys evicts at one age.",
-    ),
-    "Median age by head": (
-        kept_keys.median_ages,
-        "a head with a high median keeps old keys; an empty cell evicted none.",
     ),
 }
 """Figures of the last line of the diagnostic `cache`."""
@@ -129,14 +112,6 @@ def _plans(report: RunReport) -> Iterator[Plan]:
             "The distance from a point up to the dashed line of its colour is the cost of eviction. Whiskers "
             "and bands are 95% Wilson intervals.",
             partial(curves.accuracy_against_budget, report.before, report.after),
-        )
-    quality = report.reward_model
-    if quality is not None and report.uses_learned_reward:
-        yield (
-            EVALUATION,
-            "Calibration of the reward model",
-            f"{reward_sentence(quality)}. Below the diagonal on the right it is overconfident.",
-            lambda: curves.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
         )
     yield from _last_measured(report, MISMATCH, "mismatch", BY_POSITION)
     if layers := report.measured("layers"):

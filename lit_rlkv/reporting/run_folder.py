@@ -13,7 +13,6 @@ from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import check_yaml, json_lines, read_if_there, read_json, read_text
 from lit_rlkv.reporting.describe import run_facts
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
-from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_metrics import History, read_metrics
 from lit_rlkv.run_files import (
     CONFIG,
@@ -81,19 +80,9 @@ class RunReport:
         """Facts of the run by heading."""
         return run_facts(self.config, self.environments, self.stage_seconds)
 
-    @property
-    def uses_learned_reward(self) -> bool:
-        """True if a learned reward scored the responses of this run."""
-        rows = (*self.before, *self.after)
-        return self.is_logged("rewards/learned") or any(row.learned_reward is not None for row in rows)
-
     def measured(self, name: str) -> list[Mapping[str, Any]]:
         """Return the lines of one diagnostic in the order of iterations."""
         return [row for row in self.diagnostics if row["name"] == name]
-
-    def is_logged(self, *metrics: str) -> bool:
-        """Return True if the run logged any of these metrics."""
-        return any(len(style.series(self.history, metric)[0]) for metric in metrics)
 
 
 def read_run(run_dir: Path) -> RunReport:

@@ -1,4 +1,4 @@
-"""Curves of logged metrics, accuracies against the budget, calibration of a reward head."""
+"""Curves of logged metrics, and accuracies against the budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from lit_rlkv.evaluation.intervals import accuracy_interval
-from lit_rlkv.evaluation.results import N_BINS, EvalRow
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
@@ -157,28 +157,5 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
-    style.legend(axes)
-    return figure
-
-
-def reliability(confidence: Sequence[float], accuracy: Sequence[float], counts: Sequence[int]) -> Figure:
-    """Draw the accuracy of a reward head against its confidence; a calibrated head lies on the diagonal.
-
-    Args:
-        confidence: mean P(first is better) of each non-empty bin, in ascending order.
-        accuracy: share of comparisons in which the first is better, of each bin.
-        counts: comparisons in each bin; bars show their shares.
-    """
-    figure, axes = style.single_axes("Predicted: the first is better", "Observed")
-    share = np.array(counts) / np.sum(counts)
-    place = np.minimum(np.floor(np.array(confidence) * N_BINS), N_BINS - 1)
-    axes.bar(
-        (place + 0.5) / N_BINS, share, width=0.9 / N_BINS, color=style.SAND, label="share of comparisons"
-    )
-    axes.plot([0, 1], [0, 1], color=style.MUTED, lw=1.2, ls=style.DASHED, label="calibrated")
-    axes.plot(confidence, accuracy, color=style.BLUE, marker="o", ms=5, lw=1.8, label="reward head")
-    axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.PERCENT)
     style.legend(axes)
     return figure

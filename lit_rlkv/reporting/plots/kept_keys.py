@@ -48,15 +48,6 @@ def cache_fill(fill: Record, budget: int | None = None, interval: int | None = N
     return style.finish(figure, axes)
 
 
-def attention_kept(measured: Measured, statistic: str = "attention_kept") -> Figure:
-    """Draw the dense policy's attention on keys in the sampler's cache, by layer and query head.
-
-    Args:
-        statistic: "attention_kept" (mean over queries) or "attention_kept_p05" (5th percentile).
-    """
-    return _heat(measured[statistic], "Query head", "attention kept", style.PERCENT, 1.0)
-
-
 def attention_on_evicted(measured: Measured) -> Figure:
     """Draw the dense policy's attention on evicted keys at each position of the response."""
     figure, axes = style.single_axes("Position in the response", "Attention on evicted keys")
@@ -69,43 +60,6 @@ def attention_on_evicted(measured: Measured) -> Figure:
     axes.plot(position, mass[worst], color=style.VERMILLION, lw=1.2, label=f"layer {worst}, the highest")
     style.share_axis(axes)
     return style.finish(figure, axes)
-
-
-def ages_at_eviction(measured: Measured) -> Figure:
-    """Draw the shares of evicted keys at each age, over all layers and heads."""
-    figure, axes = style.single_axes("Age at eviction (tokens)", "Share of evicted keys")
-    edges, counts = np.array(measured["lifetime_edges"]), np.array(measured["lifetime_counts"])
-    borders = edges - 0.5  # centres bars of one age on that age
-    axes.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=style.BLUE, lw=0.4)
-    axes.yaxis.set_major_formatter(style.PERCENT)
-    style.integer_ticks(axes.xaxis)
-    axes.set_xlim(borders[0], borders[-1])
-    return figure
-
-
-def median_ages(measured: Measured) -> Figure:
-    """Draw the median age at eviction of each layer and KV head."""
-    medians = np.array(measured["lifetime_median"], dtype=float)
-    return _heat(medians, "KV head", "tokens", "{x:g}", float(np.nanmax(medians, initial=1.0)))
-
-
-def _heat(
-    table: Sequence[Sequence[float]] | np.ndarray, x_label: str, name: str, form: str, highest: float
-) -> Figure:
-    """Draw a cell for each layer and head."""
-    figure = Figure(figsize=(style.HALF_WIDTH, style.HEIGHT), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    values = np.array(table, dtype=float)
-    axes.imshow(values, cmap="viridis", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
-    style.label_axes(axes, x_label, "Layer")
-    axes.tick_params(labelsize=style.SMALL, labelcolor=style.MUTED, length=0)
-    axes.spines[:].set_visible(False)
-    style.integer_ticks(axes.xaxis, axes.yaxis)
-    bar = figure.colorbar(axes.images[0], ax=axes, format=form)
-    bar.set_label(name, fontsize=style.SMALL, color=style.INK)
-    bar.ax.tick_params(labelsize=style.SMALL, labelcolor=style.MUTED, length=0)
-    bar.outline.set_visible(False)
-    return figure
 
 
 MAX_LABELLED_TOKENS = 64

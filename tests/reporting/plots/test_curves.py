@@ -122,12 +122,3 @@ def test_accuracies_have_their_wilson_intervals():
     assert whiskers.vertices[:, 1] == pytest.approx([0.4038, 0.5962], abs=1e-4)
     (band,) = axes.patches
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.9630, 1.0), abs=1e-4)
-
-
-def test_reliability_draws_what_was_observed_against_what_was_predicted():
-    axes = curves.reliability([0.04, 0.5, 0.97], [0.0, 0.25, 1.0], [6, 4, 10]).axes[0]
-    diagonal, head = axes.lines
-    assert list(head.get_xdata()) == [0.04, 0.5, 0.97]
-    assert list(head.get_ydata()) == [0.0, 0.25, 1.0]
-    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata()) == [0, 1]
-    assert [bar.get_height() for bar in axes.patches] == [0.3, 0.2, 0.5]

@@ -1,6 +1,5 @@
 import json
 
-import numpy as np
 import pytest
 import torch
 from matplotlib.collections import PolyCollection
@@ -46,26 +45,9 @@ def drawn_lifetimes(rollout, row=0, token_labels=None):
 CACHE = {
     "iteration": 11,
     "name": "cache",
-    "attention_kept": [[0.9, 0.8], [0.5, 1.0], [0.7, 0.6]],
-    "attention_kept_p05": [[0.4, 0.3], [0.1, 1.0], [0.2, 0.2]],
     "position": [0, 1, 2],
     "attention_on_dead": [[0.0, 0.1, 0.3], [0.0, 0.2, 0.5], [0.0, 0.3, 0.1]],
-    "lifetime_edges": [1, 3, 5],
-    "lifetime_counts": [3, 1],
-    "lifetime_median": [[2.0, None], [4.0, 1.0], [2.0, 3.0]],
 }
-
-
-def tables(figure):
-    return [np.array(axes.images[0].get_array()) for axes in figure.axes if axes.images]
-
-
-def test_attention_is_a_cell_for_each_layer_and_head():
-    figure = kept_keys.attention_kept(CACHE)
-    (low,) = tables(kept_keys.attention_kept(CACHE, "attention_kept_p05"))
-    assert tables(figure)[0].tolist() == CACHE["attention_kept"]
-    assert low.tolist() == CACHE["attention_kept_p05"]
-    assert figure.axes[0].images[0].get_clim() == (0.0, 1.0)  # the same colours in every run
 
 
 def test_attention_on_evicted_keys_shows_mean_spread_and_the_worst_layer():
@@ -77,24 +59,12 @@ def test_attention_on_evicted_keys_shows_mean_spread_and_the_worst_layer():
     assert sorted(set(band[band[:, 0] == 2, 1])) == [0.1, 0.5]
 
 
-def test_ages_are_shares_on_their_own_tokens():
-    figure = kept_keys.ages_at_eviction(CACHE)
-    bars = figure.axes[0].patches
-    assert [bar.get_height() for bar in bars] == [0.75, 0.25]
-    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0.5, 2), (2.5, 2)]  # ages 1, 2 and 3, 4
-    (medians,) = tables(kept_keys.median_ages(CACHE))[:1]
-    assert np.isnan(medians[0, 1])
-    assert medians[1].tolist() == [4.0, 1.0]
-
-
 @pytest.mark.parametrize(
     "draw",
     [
         lambda: kept_keys.cache_fill(fill_record(TWO_HEADS)),
         lambda: drawn_lifetimes(NOTHING, 0),
-        lambda: kept_keys.attention_kept(CACHE),
-        lambda: kept_keys.ages_at_eviction(CACHE),
-        lambda: kept_keys.median_ages(CACHE),
+        lambda: kept_keys.attention_on_evicted(CACHE),
     ],
 )
 def test_figures_render(draw, tmp_path):
