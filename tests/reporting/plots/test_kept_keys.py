@@ -110,13 +110,6 @@ def test_tokens_that_cannot_be_seen_are_written_as_signs():
     assert texts == ["␣a", "⏎", "\\x1b$x$", "internati…"]
 
 
-def test_lifetimes_refuse_a_row_or_labels_that_do_not_fit():
-    with pytest.raises(ValueError, match="row must be from 0 to 0, got 1"):
-        drawn_lifetimes(TWO_HEADS, row=1)
-    with pytest.raises(ValueError, match="2 token_labels for 5 tokens"):
-        drawn_lifetimes(TWO_HEADS, row=0, token_labels=["a", "b"])
-
-
 def test_the_record_of_a_rollout_is_of_its_longest_sequence_and_survives_json():
     short = torch.tensor([[False, False, True, True, True, True]])
     both = Rollout(
