@@ -94,7 +94,7 @@ def test_an_interrupted_sweep_goes_on_without_repeating_a_finished_run(tmp_path,
 def test_runs_that_fail_are_named_and_tried_again(tmp_path):
     folder, reward = tmp_path / "sweep", tmp_path / "reward.py"
     reward.write_text("def score(**_):\n    raise RuntimeError('broken')\n")
-    own = ["reward=python", f"reward.functions.custom.path={reward}:score"]
+    own = ["reward=python", f"reward.functions.custom.path={reward}:score", f"trusted_modules=['{reward}']"]
     sweep = start(write(tmp_path, RUNS), folder, [*SMALL, *own])
     _, said = sweep.communicate(timeout=300)
     assert sweep.returncode == 1
