@@ -27,7 +27,12 @@ Asked = TypeVar("Asked")
 
 
 def run_command(
-    parse: Callable[[Sequence[str]], Asked], modules: Sequence[str], work: Callable[[Asked], None]
+    parse: Callable[[list[str]], Asked],
+    modules: Sequence[str],
+    work: Callable[[Asked], None],
+    *,
+    libraries: str = "torch and transformers",
+    interrupted: str = "interrupted",
 ) -> None:
     """Run a command line; an error whose message says all, and Ctrl-C, end it in one line.
 
@@ -35,11 +40,18 @@ def run_command(
         parse: returns what the arguments ask for; it comes before torch is loaded.
         modules: modules that take seconds to import, of the work.
         work: does what was asked for.
+        libraries: what the modules load, for the line that says so.
+        interrupted: what Ctrl-C says during the work.
     """
     with abort_on_ctrl_c("interrupted before any work; nothing has changed"), exit_in_one_line():
         asked = parse(sys.argv[1:])
-        import_slow_modules(*modules)
-    with unwind_on_ctrl_c("interrupted"), exit_in_one_line():
+        if is_first_process():
+            sys.stderr.write(f"loading {libraries}\n")
+            sys.stderr.flush()
+        # Here, where Ctrl-C ends the process: an exception in the middle of an import may be caught there.
+        for module in modules:
+            import_module(module)
+    with unwind_on_ctrl_c(interrupted), exit_in_one_line():
         work(asked)
 
 
@@ -71,18 +83,6 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
         del cfg["hydra"]
     grant_trust(cfg, hydra_cfg.overrides.task)
     return cfg, hydra_cfg
-
-
-def import_slow_modules(*modules: str) -> None:
-    """Import modules that take seconds, after a line that says so; of several processes, the first prints it.
-
-    Call it inside `abort_on_ctrl_c`: an exception in the middle of an import may be caught there.
-    """
-    if is_first_process():
-        sys.stderr.write("loading torch and transformers\n")
-        sys.stderr.flush()
-    for module in modules:
-        import_module(module)
 
 
 @contextmanager

@@ -3,12 +3,10 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
-from lit_rlkv.cli import exit_in_one_line
+from lit_rlkv.cli import run_command
 from lit_rlkv.config import ConfigError
-from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
 from lit_rlkv.run_files import CONFIG, REPORT
 
 USAGE = """Draw the report of a run again, or compare runs: curves, evaluations and configs side by side.
@@ -22,7 +20,6 @@ Arguments
   to=FILE  the page to write; by default RUN/report.html, or RUN/report_so_far.html of a run that has not
            ended, or comparison.html here
 """
-INTERRUPTED = "interrupted; no page was written"
 SO_FAR, COMPARISON = "report_so_far.html", "comparison.html"
 
 
@@ -34,29 +31,32 @@ class ReportArguments:
     to: Path
 
 
-@abort_on_ctrl_c(INTERRUPTED)
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line."""
-    if not sys.argv[1:] or {"--help", "--help-all", "-h"} & set(sys.argv[1:]):
-        sys.stdout.write(USAGE)
-        sys.exit(0 if sys.argv[1:] else 2)
-    with exit_in_one_line():
-        arguments = parse(sys.argv[1:])
-        # Imported here, so that mistakes on the command line are reported before matplotlib is loaded, and
-        # Ctrl-C in an import ends it at once.
-        for module in ("comparison", "pictures", "report", "run_folder"):
-            import_module(f"lit_rlkv.reporting.{module}")
-        with unwind_on_ctrl_c(INTERRUPTED):
-            write(arguments)
+    modules = [f"lit_rlkv.reporting.{name}" for name in ("comparison", "pictures", "report", "run_folder")]
+    run_command(
+        parse,
+        modules,
+        _write_and_show,
+        libraries="matplotlib",
+        interrupted="interrupted; no page was written",
+    )
+
+
+def _write_and_show(arguments: ReportArguments) -> None:
+    write(arguments)
     sys.stdout.write(f"{'report' if len(arguments.run_dirs) == 1 else 'comparison'}: {arguments.to}\n")
 
 
 def parse(arguments: Sequence[str]) -> ReportArguments:
-    """Return what the arguments ask for.
+    """Return what the arguments ask for; without any, and with --help, print how to use it and exit.
 
     Raises:
         ConfigError: there is no run, a folder is no run, or an option is unknown or given twice.
     """
+    if not arguments or {"--help", "--help-all", "-h"} & set(arguments):
+        sys.stdout.write(USAGE)
+        sys.exit(0 if arguments else 2)
     targets = [argument for argument in arguments if argument.startswith("to=")]
     runs = [Path(argument).expanduser() for argument in arguments if argument not in targets]
     if not runs:
@@ -86,18 +86,15 @@ def write(arguments: ReportArguments) -> None:
     """Write the page.
 
     Raises:
-        ConfigError: a run is given twice or cannot be read, or the page cannot be written.
+        OneLineError: a run is given twice or cannot be read, or the page cannot be written.
     """
     from lit_rlkv.reporting.comparison import run_names, write_comparison
     from lit_rlkv.reporting.pictures import figures
     from lit_rlkv.reporting.report import write_report
     from lit_rlkv.reporting.run_folder import read_run
 
-    try:
-        names = run_names(arguments.run_dirs)
-        runs = [read_run(run_dir) for run_dir in arguments.run_dirs]
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    names = run_names(arguments.run_dirs)
+    runs = [read_run(run_dir) for run_dir in arguments.run_dirs]
     try:
         arguments.to.parent.mkdir(parents=True, exist_ok=True)
         if len(runs) == 1:

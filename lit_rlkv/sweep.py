@@ -7,11 +7,15 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from lit_rlkv.cli import exit_in_one_line, import_slow_modules
-from lit_rlkv.config import ConfigError
-from lit_rlkv.interrupts import abort_on_ctrl_c, unwind_on_ctrl_c
+from omegaconf import DictConfig
+
+from lit_rlkv.cli import compose_arguments, run_command
+from lit_rlkv.config import ConfigError, check_keys, check_saved_code, require
+
+if TYPE_CHECKING:
+    from lit_rlkv.sweeping.sweep_file import Sweep, Values
 
 DESCRIPTION = """\
 Run a W&B sweep file on this machine; the same command resumes it, and tries failed runs again.
@@ -31,7 +35,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line; overrides may stand anywhere between the options."""
+    """Parse the command line; overrides may stand anywhere between the options.
+
+    Raises:
+        ConfigError: optuna is not installed.
+    """
     parser = OneLineParser(
         prog="python -m lit_rlkv.sweep",
         description=DESCRIPTION,
@@ -47,7 +55,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--max-runs", metavar="N", type=_count, help="most runs; the file's run_cap if not given"
     )
     parser.add_argument("--dir", metavar="FOLDER", type=Path, help="of the sweep (runs_dir/sweeps/FILE)")
-    return parser.parse_intermixed_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
+    require(importlib.util.find_spec("optuna") is not None, "sweeps need optuna; pip install -e '.[sweep]'")
+    return parsed
 
 
 def _override(text: str) -> str:
@@ -71,9 +81,10 @@ def sweep(args: argparse.Namespace) -> None:
     from lit_rlkv.reporting.progress import stderr_console
     from lit_rlkv.runs.lock import FolderLock
     from lit_rlkv.sweeping.results import results_table, write_results
-    from lit_rlkv.sweeping.runs import SweepStudy, Workers, check, compose
+    from lit_rlkv.sweeping.runs import SweepStudy, Workers
     from lit_rlkv.sweeping.sweep_file import find_sweep, read_sweep
 
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     plan = read_sweep(find_sweep(args.file), tuple(args.overrides))
     total = plan.n_runs(args.max_runs)
     check(plan)
@@ -99,18 +110,47 @@ def sweep(args: argparse.Namespace) -> None:
         )
 
 
+def compose(sweep: "Sweep", values: "Values", folder: Path) -> DictConfig:
+    """Return the config of a run after the checks that fit makes.
+
+    Raises:
+        ConfigError: it does not compose, or names code that the command line does not trust.
+    """
+    cfg, hydra_cfg = compose_arguments("config", sweep.arguments(values, folder))
+    check_saved_code(cfg.reward.functions)  # a file is no command line
+    check_keys(cfg, hydra_cfg.runtime.choices, list(hydra_cfg.overrides.task))
+    return cfg
+
+
+def check(sweep: "Sweep") -> None:
+    """Check every listed combination, at both ends of all ranges.
+
+    Raises:
+        ConfigError: naming the combination that does not work.
+    """
+    from optuna.distributions import CategoricalDistribution
+
+    from lit_rlkv.reporting.progress import track
+    from lit_rlkv.runs.preflight import checked_config
+
+    ranges = {key: each for key, each in sweep.space.items() if not isinstance(each, CategoricalDistribution)}
+    ends = [{key: str(getattr(each, end)) for key, each in ranges.items()} for end in ("low", "high")]
+    todo = [cell | end for cell in sweep.cells for end in (ends if ranges else [{}])]
+    with track("check", len(todo), quiet_s=2.0) as advance:
+        for values in todo:
+            try:
+                checked_config(compose(sweep, values, Path("unused")))
+            except ConfigError as error:
+                named = " ".join(f"{key}={value}" for key, value in values.items())
+                raise ConfigError(f"{error} (in the run with {named})") from error
+            advance()
+
+
 def main() -> None:
     """Run the command line; Ctrl-C stops all runs, which the same command resumes."""
     command = shlex.join(["python", "-m", "lit_rlkv.sweep", *sys.argv[1:]])
-    with abort_on_ctrl_c(f"interrupted before the sweep began; start it with {command}"):
-        args = parse(sys.argv[1:])
-        with exit_in_one_line():
-            if importlib.util.find_spec("optuna") is None:
-                raise ConfigError('sweeps need the package optuna; pip install -e ".[sweep]"')
-            import_slow_modules("lit_rlkv.sweeping.runs")
-    with exit_in_one_line(), unwind_on_ctrl_c(f"interrupted; resume with {command}"):
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-        sweep(args)
+    interrupted = f"interrupted; resume with {command}"
+    run_command(parse, ("lit_rlkv.sweeping.runs",), sweep, interrupted=interrupted)
 
 
 if __name__ == "__main__":

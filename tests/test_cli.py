@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_rlkv.cli import compose_arguments, exit_in_one_line, import_slow_modules
+from lit_rlkv.cli import compose_arguments, exit_in_one_line, run_command
 from lit_rlkv.config import ConfigError, parse
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.composing import groups, options_of
@@ -25,7 +25,7 @@ def test_the_first_process_alone_announces_slow_imports(monkeypatch, capsys, env
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    import_slow_modules("json")
+    run_command(lambda arguments: arguments, ["json"], lambda asked: None)
     assert capsys.readouterr().err == "loading torch and transformers\n" * is_announced
 
 

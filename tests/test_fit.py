@@ -253,7 +253,7 @@ def test_rlhf_runs_from_on_policy_pairs_to_a_report_and_evaluates_again_alike(sf
         assert row[name] != "", name
     page = (sft_runs / "rlhf" / "report.html").read_text()
     assert "Proxy and gold" in page
-    assert "Calibration of the reward model" in page
+    assert "Reward model on 16 held-out pairs" in page
     drawn_again = read_run(sft_runs / "rlhf")
     assert render(drawn_again, figures(drawn_again)) == page
     again = evaluate(scoring(sft_runs / "rlhf"))

@@ -174,7 +174,7 @@ def test_a_run_interrupted_in_an_update_goes_back_to_its_last_checkpoint(sft_run
 @pytest.mark.parametrize(
     ("options", "at"),
     [
-        (["sft.n_steps=4000", "stages=[sft]"], "sft step 400/4000"),
+        (["sft.n_steps=4000", "stages=[sft]"], " 40/400"),
         (["stages=[sft,eval]", "evaluation.n_prompts=256"], "eval 1/"),
         (["evaluation.n_prompts=256"], "eval 1/"),
     ],
@@ -186,7 +186,7 @@ def test_an_interrupt_in_any_stage_says_how_to_resume(tmp_path, options, at):
     assert resume_argument(said) == f"resume={folder}"
     if "sft" in at:
         (saved,) = (folder / "sft").glob("*/checkpoints/*")
-        assert int(saved.name.removeprefix("iteration-")) >= 39  # the line of step 400 comes before its save
+        assert int(saved.name.removeprefix("iteration-")) >= 39  # the line comes before its save
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_an_interrupt_in_the_middle_of_an_import_that_catches_everything_is_one_
     process = start(module, *(argument.format(run=run_dir) for argument in arguments))
     said = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == EXIT_CODE, said
-    assert [line.partition(" ")[0].rstrip(";") for line in said if "loading torch" not in line] == [
+    assert [line.partition(" ")[0].rstrip(";") for line in said if not line.startswith("loading ")] == [
         "interrupted"
     ]
 

@@ -88,15 +88,13 @@ def test_an_interrupted_sweep_goes_on_without_repeating_a_finished_run(tmp_path,
     for run in runs_of(folder):
         rows = (run / "metrics.csv").read_text().splitlines()
         assert [row.split(",")[0] for row in rows[1:]] == [f"{n}.0" for n in range(1, N_ITERATIONS + 1)]
-    # One run made the SFT model, and the others waited for it.
-    assert sum((run / "sft_metrics.csv").is_file() for run in runs_of(folder)) == 1
 
 
 @pytest.mark.slow
 def test_runs_that_fail_are_named_and_tried_again(tmp_path):
     folder, reward = tmp_path / "sweep", tmp_path / "reward.py"
     reward.write_text("def score(**_):\n    raise RuntimeError('broken')\n")
-    own = ["reward=python", f"reward.functions.custom.path={reward}:score"]
+    own = ["reward=python", f"reward.functions.custom.path={reward}:score", f"trusted_modules=['{reward}']"]
     sweep = start(write(tmp_path, RUNS), folder, [*SMALL, *own])
     _, said = sweep.communicate(timeout=300)
     assert sweep.returncode == 1

@@ -23,7 +23,6 @@ from lit_rlkv.reporting.plots.style import (
     VERMILLION,
     color_texts,
     label_axes,
-    line_heights,
     style_axes,
 )
 
@@ -58,14 +57,14 @@ def draw(results: Results, budget: int, path: Path) -> None:
     _dense(shots, results, "few_shot")
     for axes in panels.flat:
         style_axes(axes)
-        if len(line_heights(axes)):
+        if axes.lines:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(ScalarFormatter())
             axes.xaxis.set_minor_locator(NullLocator())
     for axes in (documents, shots, divergence):
         axes.set_xticks(results.budgets)
     for axes in (divergence, growth):
-        if len(line_heights(axes)):
+        if axes.lines:
             axes.set_yscale("log")
     for axes in (documents, shots):
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

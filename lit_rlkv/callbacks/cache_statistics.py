@@ -8,7 +8,6 @@ from lit_rlkv.diagnostics.distributions import evenly_spaced_rows
 from lit_rlkv.diagnostics.evictions import (
     EvictedAttention,
     affected_fraction,
-    age_histogram,
     lifetimes,
     mean_age,
     median_age,
@@ -20,9 +19,6 @@ from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import dense_evicted_at, query_experts
 from lit_rlkv.types import Rollout
-
-MAX_AGE_BINS = 32
-"""Most bars in the figure of lifetimes."""
 
 WITHOUT_EVICTIONS = {
     "kv/attention_kept": 1.0,
@@ -76,12 +72,6 @@ class CacheStatistics(RowsDiagnostic):
         counts_by_age = evicted.sum(dim=(0, 1))
         self.scalars["kv/lifetime_mean"] = float(mean_age(counts_by_age))
         self.scalars["kv/lifetime_median"] = float(median_age(counts_by_age))
-        edges, counts = age_histogram(counts_by_age, MAX_AGE_BINS)
-        self.arrays = {
-            "lifetime_edges": edges.tolist(),
-            "lifetime_counts": counts.tolist(),
-            "lifetime_median": _plain(median_age(evicted)),
-        }
 
     def _add_attention(self, rollout: Rollout) -> None:
         attention = EvictedAttention(rollout, self.needed)
@@ -102,9 +92,7 @@ class CacheStatistics(RowsDiagnostic):
             "kv/needs_dead_key": float(attention.stacked("needs_dead").mean()),
             "kv/dead_key_on_top": float(attention.stacked("dead_on_top").mean()),
         }
-        self.arrays |= {
-            "attention_kept": _plain(kept),
-            "attention_kept_p05": _plain(attention.stacked("kept_p05")),
+        self.arrays = {
             "position": bin_starts(rollout.response_mask).tolist(),
             "attention_on_dead": _plain(attention.stacked("on_dead")),
         }

@@ -12,8 +12,6 @@ from lit_rlkv.config.schema import Kernels
 
 FILES_OF_THE_RUN = ("choices", "environment", "evaluation", "evictions", "wandb")
 """JSON files that a run folder has without an evaluation by hand."""
-MAX_NAME = 150
-"""Longest name of an evaluation, in bytes; file systems take 255 with the endings of its files."""
 TRUSTED = "your modules that the run names, such as [mypackage]; on the command line only"
 
 
@@ -72,10 +70,6 @@ class EvaluateConfig:
             PurePath(self.name).name == self.name,
             f"name must be a plain file name, got {self.name}; the results lie in the run's folder, so leave "
             "out folders",
-        )
-        require(
-            len(self.name.encode()) <= MAX_NAME,
-            f"name must have at most {MAX_NAME} bytes, got {len(self.name.encode())}; give a shorter one",
         )
         require(
             self.name not in FILES_OF_THE_RUN,

@@ -73,18 +73,19 @@ def suggestion(key: str, known: Collection[str]) -> str:
 
 
 def same_meaning(key: str) -> list[str]:
-    """Return the keys that do what a key of another package does, found by its last names."""
-    rows = [row for table in TABLES for row in foreign_rows(table)]
+    """Return the keys that do what a key of another package does, found by as many last names as it has."""
+    rows = [
+        (f".{one.partition('=')[0]}", ours)
+        for table in TABLES
+        for theirs, ours, _ in foreign_rows(table)
+        for one in theirs
+    ]
     parts = key.split(".")
     for start in range(len(parts)):
         end = "." + ".".join(parts[start:])
-        keys = [
-            ours
-            for theirs, ours, _ in rows
-            if any(f".{one.partition('=')[0]}".endswith(end) for one in theirs)
-        ]
+        keys = [each for name, ours in rows if name.endswith(end) for each in ours]
         if keys:
-            return list(dict.fromkeys(one for ours in keys for one in ours))
+            return list(dict.fromkeys(keys))
     return []
 
 

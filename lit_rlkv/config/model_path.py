@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lit_rlkv.config.errors import require
 
-GGUF, GGUF_MAGIC, GGUF_PART = ".gguf", b"GGUF", re.compile(r"-\d+-of-\d+$")
+GGUF, GGUF_PART = ".gguf", re.compile(r"-\d+-of-\d+$")
 
 
 def expanded(path: str | None) -> str | None:
@@ -17,7 +17,7 @@ def find_gguf(path: str) -> Path | None:
     """Return the GGUF file that a model path means: the file, or the only one in a folder without a config.
 
     Raises:
-        ConfigError: the file is no GGUF file or one of several parts, or the folder has several.
+        ConfigError: the file is one of several parts, or the folder has several.
     """
     place = Path(path).expanduser()
     if place.is_dir() and not (place / "config.json").is_file():
@@ -31,9 +31,6 @@ def find_gguf(path: str) -> Path | None:
         files = [place] if place.suffix == GGUF and place.is_file() else []
     if not files:
         return None
-    with files[0].open("rb") as opened:
-        has_magic = opened.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-    require(has_magic, f"model.path={path}: {files[0].name} is no GGUF file; download it again")
     require(
         not GGUF_PART.search(files[0].stem),
         f"model.path={path}: {files[0].name} is one of several parts; join them first: "

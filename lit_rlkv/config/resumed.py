@@ -13,7 +13,7 @@ from lit_rlkv.config.errors import ConfigError, one_line, require
 from lit_rlkv.config.keys import PRESETS
 from lit_rlkv.config.options import check_leaves, default_values, leaves
 from lit_rlkv.config.parsing import AUTO, check_types
-from lit_rlkv.config.run_labels import LABELS, Choices
+from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.config.schema import Config
 from lit_rlkv.config.targets import NO_DEFAULT, OURS, check_saved_code, default_argument
 from lit_rlkv.files import MAX_CONFIG_BYTES, check_yaml, read_text
@@ -34,8 +34,6 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
-N_SHOWN = 8
-"""Differences to name in an error; the others are counted."""
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -88,10 +86,6 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
         f"logger._target_={logger} of the saved config may write anywhere; if it may, give logger=... with "
         "its keys again on the command line, else logger=csv",
     )
-    before = saved.get("logger") or {}
-    for key in LABELS if asked.logger is not None else ():  # of the run, for a logger that is chosen anew
-        if asked.logger.get(key, "") is None and before.get(key) is not None:
-            asked.logger[key] = before[key]
     check_same_config(saved, asked, run_dir)
     check_saved_code(saved.reward.functions)
     return run_dir, asked
@@ -120,8 +114,7 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
         f"{run_dir} holds a run with another config, which cannot change on resume; leave out what differs, "
         "or start another run in a folder of its own:"
     )
-    more = [f"and {len(changed) - N_SHOWN} more"] if len(changed) > N_SHOWN else []
-    require(not changed, "\n  ".join([why, *changed[:N_SHOWN], *more]))
+    require(not changed, "\n  ".join([why, *changed]))
 
 
 def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, Any]]:

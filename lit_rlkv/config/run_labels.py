@@ -16,8 +16,6 @@ OURS = "lit_rlkv.reporting.loggers."
 """Loggers whose null labels are filled in; those of others keep what null means to them."""
 ARM_GROUPS = ("algorithm", "correction", "distillation", "reward", "roles")
 """Groups that a preset of `experiment` chooses; one given on the command line changes what is trained."""
-LABELS = ("name", "group", "tags")
-"""Keys of a logger that name the run."""
 MAX_TAG = 64
 """Longest tag that W&B takes, in characters."""
 

@@ -26,20 +26,6 @@ def median_age(counts: Int[Tensor, "*lead age"]) -> Float[Tensor, "*lead"]:
     return is_reached.int().argmax(dim=-1).double().masked_fill(n == 0, torch.nan)
 
 
-def age_histogram(
-    counts: Int[Tensor, " age"], max_bins: int
-) -> tuple[Int[Tensor, " edge"], Int[Tensor, " bin"]]:
-    """Return the counts in at most `max_bins` bins of neighbouring ages, up to the highest counted age.
-
-    Bin i holds ages of at least edge[i] and below edge[i + 1]; ages begin at 1.
-    """
-    n_ages = int(counts.nonzero().max()) if bool(counts.any()) else 1
-    width = -(-n_ages // max_bins)
-    n_bins = -(-n_ages // width)
-    counts = F.pad(counts[1 : n_ages + 1], (0, n_bins * width - n_ages))
-    return 1 + width * torch.arange(n_bins + 1), counts.view(n_bins, width).sum(dim=1)
-
-
 def lifetimes(
     rollout: Rollout, ranks: Ranks = SINGLE_PROCESS
 ) -> tuple[Int[Tensor, "layer kv_head age"], Int[Tensor, "layer kv_head"]]:
@@ -171,7 +157,7 @@ class EvictedAttention:
 
     Only queries that predicted a response token count. The statistics are small tables:
 
-    - `kept`, `kept_p05` [head]: attention on cached keys, mean and 5th percentile over queries;
+    - `kept` [head]: attention on cached keys, mean over queries;
     - `needs_dead` [head]: share of queries that give one evicted key at least `needed`;
     - `dead_on_top` [head]: share of queries that give an evicted key more than any cached key;
     - `on_dead` [bin]: attention on evicted keys by position in the response, over sequences and heads.
@@ -208,7 +194,6 @@ class EvictedAttention:
         self._kept.append(kept.mean(dim=0))
         self.layers[layer] = {
             "kept": kept.mean(dim=1),
-            "kept_p05": fifth_percentile(kept),
             "needs_dead": (self._of_queries(peak) >= self.needed).float().mean(dim=1),
             "dead_on_top": self._of_queries(is_top).float().mean(dim=1),
             "on_dead": self._by_position(mass),

@@ -1,9 +1,10 @@
 """A page that compares runs: their curves in one figure each, their evaluations and configs side by side."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lit_rlkv.config import ConfigError
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.describe import differing
@@ -11,22 +12,25 @@ from lit_rlkv.reporting.pictures import COST, MISMATCH, SFT, TRAINING, Picture, 
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.report import TEMPLATES, page_figures
 from lit_rlkv.reporting.run_folder import RunReport
-from lit_rlkv.reporting.tables import ABSENT, Cells, accuracy_cell
-from lit_rlkv.units import human_bytes
+from lit_rlkv.reporting.tables import ABSENT, evaluation_cells
 
 Runs = Mapping[str, RunReport]
 """Runs by their names on the page."""
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ, such as `lr-3/seed-0`."""
+    """Return the shortest ends of the paths that differ, such as `lr-3/seed-0`.
+
+    Raises:
+        ConfigError: a run is given twice.
+    """
     parts = [path.absolute().parts for path in run_dirs]
     longest = max(map(len, parts))
     for n_parts in range(1, longest + 1):
         names = [os.sep.join(path[-n_parts:]) for path in parts]
         if len(set(names)) == len(names):
             return names
-    raise ValueError(f"a run cannot be compared with itself: {run_dirs[0]} was given twice")
+    raise ConfigError(f"a run cannot be compared with itself: {run_dirs[0]} was given twice")
 
 
 def write_comparison(path: Path, runs: Runs) -> None:
@@ -39,28 +43,6 @@ def final_rows(run: RunReport) -> Sequence[EvalRow]:
     return run.after or run.before
 
 
-def comparison_cells(runs: Runs) -> Cells:
-    """Return the last evaluation of each run side by side, a row for each cache of any run."""
-    found = {name: {row.cache: row for row in final_rows(run)} for name, run in runs.items()}
-    caches = dict.fromkeys(cache for rows in found.values() for cache in rows)
-    headings = ["Cache"]
-    headings += [f"{what}, {name}" for what in ("Accuracy", "KL", "KV bytes") for name in runs]
-    rows = [
-        [
-            cache,
-            *(_cell(rows.get(cache), accuracy_cell) for rows in found.values()),
-            *(_cell(rows.get(cache), lambda row: f"{row.kl:z.4f}") for rows in found.values()),
-            *(_cell(rows.get(cache), lambda row: human_bytes(row.kv_bytes)) for rows in found.values()),
-        ]
-        for cache in caches
-    ]
-    return headings, rows
-
-
-def _cell(row: EvalRow | None, shown: Callable[[EvalRow], str]) -> str:
-    return ABSENT if row is None else shown(row)
-
-
 def render_comparison(runs: Runs, pictures: Sequence[Picture]) -> str:
     """Return the page as HTML."""
     facts = {name: run.facts for name, run in runs.items()}
@@ -69,7 +51,9 @@ def render_comparison(runs: Runs, pictures: Sequence[Picture]) -> str:
     return TEMPLATES.get_template("comparison.html.jinja").render(
         runs={name: variables[style.run_color(place)] for place, name in enumerate(runs)},
         facts=[[heading, *(found.get(heading, ABSENT) for found in facts.values())] for heading in headings],
-        evaluation=comparison_cells(runs),
+        evaluation=evaluation_cells(
+            {name: final_rows(run) for name, run in runs.items()}, name="Run", with_intervals=True
+        ),
         n_problems=sorted({row.n_problems for run in runs.values() for row in final_rows(run)}),
         differing=differing({name: run.config for name, run in runs.items()}),
         drawn=page_figures(pictures),

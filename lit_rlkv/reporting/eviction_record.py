@@ -61,18 +61,9 @@ def lifetimes_record(rollout: Rollout, row: int, token_labels: Sequence[str] | N
 
     Args:
         token_labels: one label per token of the row, without padding.
-
-    Raises:
-        ValueError: `row` is out of range, or `token_labels` does not have one label per token.
     """
-    if not 0 <= row < len(rollout.input_ids):
-        raise ValueError(f"row must be from 0 to {len(rollout.input_ids) - 1}, got {row}")
     attention_mask = rollout.attention_mask[row].cpu()
     n_tokens = int(attention_mask.sum())
-    if token_labels is not None and len(token_labels) != n_tokens:
-        raise ValueError(
-            f"{len(token_labels)} token_labels for {n_tokens} tokens in row {row}; give one per token"
-        )
     n_keys = max(n_tokens - 1, 0)
     first = int(attention_mask.int().argmax())
     evicted_at = rollout.evicted_at[row].cpu()[..., attention_mask][..., :n_keys]

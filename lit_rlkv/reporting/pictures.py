@@ -12,7 +12,6 @@ from lit_rlkv.reporting.plots import curves, divergence, kept_keys, style
 from lit_rlkv.reporting.plots.curves import CurveSet
 from lit_rlkv.reporting.run_folder import RunReport
 from lit_rlkv.reporting.run_metrics import History
-from lit_rlkv.reporting.tables import reward_sentence
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +44,6 @@ EVICTED: dict[str, tuple[Callable[[Measured], Figure], str]] = {
         kept_keys.attention_on_evicted,
         "attention of the dense policy on evicted keys; near 0, only keys that are not used were evicted.",
     ),
-    "Attention that eviction left": (
-        kept_keys.attention_kept,
-        "share of each head's dense attention that is on cached keys, mean over queries.",
-    ),
-    "Attention left for the worst queries": (
-        partial(kept_keys.attention_kept, statistic="attention_kept_p05"),
-        "the same for the queries with the lowest share (5th percentile).",
-    ),
-    "Age of keys at their eviction": (
-        kept_keys.ages_at_eviction,
-        "tokens from writing a key to its eviction; a policy that keeps recent keys evicts at one age.",
-    ),
-    "Median age by head": (
-        kept_keys.median_ages,
-        "a head with a high median keeps old keys; an empty cell evicted none.",
-    ),
 }
 """Figures of the last line of the diagnostic `cache`."""
 
@@ -79,13 +62,8 @@ class Picture(NamedTuple):
         return "figures/" + re.sub(r"\W+", "_", self.name.lower())
 
 
-class Plan(NamedTuple):
-    """A picture that is still to be drawn."""
-
-    section: str
-    name: str
-    caption: str
-    draw: Callable[[], Figure]
+Plan = tuple[str, str, str, Callable[[], Figure]]
+"""Section, name and caption of a picture, and the function that draws it."""
 
 
 def figures(report: RunReport) -> list[Picture]:
@@ -126,26 +104,18 @@ def _plans(report: RunReport) -> Iterator[Plan]:
     for section in curves.CURVES:
         history = report.sft_history if section == SFT else report.history
         for one in _logged_curves(section, [history]):
-            yield Plan(section, one.title, one.caption, partial(curves.draw_metrics, one, history))
+            yield section, one.title, one.caption, partial(curves.draw_metrics, one, history)
     if report.before or report.after:
-        yield Plan(
+        yield (
             EVALUATION,
             "Accuracy against budget",
             "The distance from a point up to the dashed line of its colour is the cost of eviction. Whiskers "
             "and bands are 95% Wilson intervals.",
             partial(curves.accuracy_against_budget, report.before, report.after),
         )
-    quality = report.reward_model
-    if quality is not None and report.uses_learned_reward:
-        yield Plan(
-            EVALUATION,
-            "Calibration of the reward model",
-            f"{reward_sentence(quality)}. Below the diagonal on the right it is overconfident.",
-            lambda: curves.reliability(quality.bin_confidence, quality.bin_accuracy, quality.bin_counts),
-        )
     yield from _last_measured(report, MISMATCH, "mismatch", BY_POSITION)
     if layers := report.measured("layers"):
-        yield Plan(
+        yield (
             MISMATCH,
             "Which layer's eviction matters",
             "A bar is the effect of the evictions of one layer alone; the dashed line is that of all layers "
@@ -154,7 +124,7 @@ def _plans(report: RunReport) -> Iterator[Plan]:
         )
     record = report.evictions
     if record is not None:
-        yield Plan(
+        yield (
             CACHE,
             "Cache fill",
             "After every interval decode steps a cache above its budget is compacted to it, so it never "
@@ -164,7 +134,7 @@ def _plans(report: RunReport) -> Iterator[Plan]:
         )
     yield from _last_measured(report, CACHE, "cache", EVICTED)
     if record is not None:
-        yield Plan(
+        yield (
             CACHE,
             "Key lifetimes in one sequence",
             "A bar is one key, from its own token to the first query that no longer sees it. Compare panels "
@@ -182,7 +152,7 @@ def _last_measured(
     """Yield the figures of the last line that a diagnostic has written."""
     for last in report.measured(diagnostic)[-1:]:
         for name, (draw, caption) in shown.items():
-            yield Plan(section, name, f"In iteration {last['iteration']}: {caption}", partial(draw, last))
+            yield section, name, f"In iteration {last['iteration']}: {caption}", partial(draw, last)
 
 
 def _comparison_plans(runs: Mapping[str, RunReport]) -> Iterator[Plan]:
@@ -191,10 +161,10 @@ def _comparison_plans(runs: Mapping[str, RunReport]) -> Iterator[Plan]:
         for one in _logged_curves(section, list(histories.values())):
             for metric in one.logged(*histories.values()):
                 title = one.title if len(one.metrics) == 1 else f"{one.title}: {one.metrics[metric]}"
-                yield Plan(section, title, one.caption, partial(curves.draw_runs, one, metric, histories))
+                yield section, title, one.caption, partial(curves.draw_runs, one, metric, histories)
     rows = {name: run.after or run.before for name, run in runs.items()}
     if any(rows.values()):
-        yield Plan(
+        yield (
             EVALUATION,
             "Accuracy against budget",
             "After training. Dashed lines: the same model with a dense cache. Whiskers and bands are 95% "

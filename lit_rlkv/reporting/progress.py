@@ -1,7 +1,7 @@
 """Progress of long tasks: a rich progress bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -11,7 +11,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -20,12 +19,11 @@ from rich.text import Text
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.interrupts import is_first_process
-from lit_rlkv.units import human_seconds
 
 N_PLAIN_LINES = 10
 """Number of plain lines per task without a terminal, at least; a slow task has more."""
-FIRST_LINE_S, MAX_SILENCE_S = 5.0, 60.0
-"""Seconds until a slow task has its first plain line, and between its other lines."""
+MAX_SILENCE_S = 30.0
+"""Seconds between the plain lines of a slow task."""
 QUIET_S = 2.0
 """Seconds after which checks that are mostly short show their progress."""
 UNITS = {
@@ -55,7 +53,7 @@ class ProgressMeter:
     """Progress of one task, from `start` (or the first `show`) to `stop`, and of a phase of its current unit.
 
     A part of a unit is a fraction. Without a terminal there is a line for every tenth of the task, and after
-    some seconds of silence.
+    MAX_SILENCE_S without one.
 
     Args:
         quiet_s: seconds from the start in which nothing is shown, for a task that is mostly short.
@@ -73,7 +71,7 @@ class ProgressMeter:
             return
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
+            *([BarColumn(bar_width=None)] if self.console.is_interactive else []),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}", markup=False),
             TimeElapsedColumn(),
@@ -84,36 +82,21 @@ class ProgressMeter:
             speed_estimate_period=float("inf"),
         )
         self._bars.add_task(self.description, total=n_total, completed=n_done, text="")
-        self._n_before = n_done
         self._tenths = n_done * N_PLAIN_LINES // (n_total or 1)
-        self._line: tuple[float | int, float] = (n_done, time.monotonic())
-        """Units done and time of the last plain line."""
-        self._has_lines = False
-        if self.quiet_s == 0:
-            self._show_bars()
+        self._last_line_at = time.monotonic()
+        self._refresh(self._bars, n_tasks=0)
 
     def show(self, n_done: float | int, n_total: int, fields: Mapping[str, Field]) -> None:
         """Show that `n_done` of `n_total` units are done, with more fields."""
         self.start()
         assert self._bars is not None
-        task = self._bars.tasks[0]
-        self._bars.update(task.id, completed=n_done, total=n_total, text=format_fields(fields))
-        if (task.elapsed or 0.0) < self.quiet_s:
-            return
-        self._show_bars()
+        self._bars.update(self._bars.task_ids[0], completed=n_done, total=n_total, text=format_fields(fields))
         tenths = int(n_done) * N_PLAIN_LINES // n_total
-        is_due = tenths > self._tenths or n_done == n_total or self._is_silent()
-        if is_due and n_done > self._line[0]:
-            self._tenths = tenths
-            self._print_line(self.description, task, self._n_before)
-            self._line = (n_done, self._line[1])
+        self._refresh(self._bars, n_tasks=int(tenths > self._tenths))
+        self._tenths = tenths
 
-    def show_phase(self, place: str, phase: str, n_done: float | int, n_total: int) -> None:
-        """Show that `n_done` of `n_total` units of a phase are done; 0 starts it.
-
-        Args:
-            place: names the current unit of the task in a plain line.
-        """
+    def show_phase(self, phase: str, n_done: float | int, n_total: int) -> None:
+        """Show that `n_done` of `n_total` units of a phase are done; 0 starts it."""
         self.start()
         assert self._bars is not None
         if len(self._bars.tasks) == 1:
@@ -122,8 +105,7 @@ class ProgressMeter:
         if n_done == 0 or task.description.strip() != phase:
             self._bars.reset(task.id, total=n_total, description=f"  {phase}", text=UNITS.get(phase, ""))
         self._bars.update(task.id, completed=n_done, total=n_total)
-        if n_done > 0 and self._is_silent():
-            self._print_line(f"in {place}  {phase}", task, 0)
+        self._refresh(self._bars, n_tasks=0)
 
     def stop(self) -> None:
         """Stop the progress bars; a second call does nothing."""
@@ -133,30 +115,16 @@ class ProgressMeter:
             self._bars.stop()
         self._bars = None
 
-    def _show_bars(self) -> None:
-        if self._bars is not None and self.console.is_interactive:
-            self._bars.start()
-
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self._line[1] >= (MAX_SILENCE_S if self._has_lines else FIRST_LINE_S)
-
-    def _print_line(self, place: str, task: Task, n_before: float | int) -> None:
-        """Print a line if there is no terminal, with the time of those units that were done here."""
-        if self.console.is_interactive or task.total is None:
+    def _refresh(self, bars: Progress, n_tasks: int) -> None:
+        """Show the bars, or without a terminal lines of the first tasks; of all of them after a silence."""
+        now = time.monotonic()
+        if (bars.tasks[0].elapsed or 0.0) < self.quiet_s:
             return
-        elapsed_s, n_here = task.elapsed or 0.0, task.completed - n_before
-        left_s = elapsed_s / n_here * (task.total - task.completed) if n_here > 0 else 0.0
-        times = f"{human_seconds(elapsed_s)} elapsed, {human_seconds(left_s)} left"
-        unit = " " if task.id else "  "  # the unit of a phase stands at its numbers
-        count = f"{_count(task.completed)}/{int(task.total)}"
-        fields = f"{unit}{task.fields['text']}" if task.fields["text"] else ""
-        self.console.print(f"{place} {count}{fields}  {times}", markup=False, highlight=False, soft_wrap=True)
-        self._line, self._has_lines = (self._line[0], time.monotonic()), True
-
-
-def _count(n: float | int) -> str:
-    """Return a number of units with at most one decimal, rounded down: only what is done is whole."""
-    return f"{int(n)}" if n == int(n) else f"{int(n * 10) / 10}"
+        if self.console.is_interactive:
+            bars.start()
+        elif n_tasks or now - self._last_line_at >= MAX_SILENCE_S:
+            self.console.print(bars.make_tasks_table(bars.tasks[: n_tasks or None]))
+            self._last_line_at = now
 
 
 class ProgressBar(RLCallback):
@@ -176,15 +144,12 @@ class ProgressBar(RLCallback):
         self._meter = ProgressMeter(description, console)
         self._n_iterations = n_iterations
         self._first = first_iteration
-        self.iteration = first_iteration + 1
-        """Iteration that has not ended yet, counted from 1."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._meter.start(self._first, self._n_iterations)
 
     def on_phase_progress(self, phase: str, n_done: float | int, n_total: int) -> None:
-        of = "" if self._n_iterations is None else f"/{self._n_iterations}"
-        self._meter.show_phase(f"{self._meter.description} {self.iteration}{of}", phase, n_done, n_total)
+        self._meter.show_phase(phase, n_done, n_total)
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
         fields: dict[str, Field] = {}
@@ -195,47 +160,12 @@ class ProgressBar(RLCallback):
         if "tokens_per_second" in metrics:
             fields["tokens/s"] = f"{metrics['tokens_per_second']:,.0f}"
         self._meter.show(iteration, n_iterations, fields)
-        self.iteration = min(iteration + 1, n_iterations)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._meter.stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._meter.stop()
-
-
-class StepProgressBar(ProgressBar):
-    """Shows the optimizer steps done of the SFT stage, with the loss of the last iteration.
-
-    Args:
-        steps_done: optimizer steps done after each number of iterations, from 0 on.
-        first_iteration: iterations done before this process.
-    """
-
-    def __init__(
-        self, steps_done: Sequence[int], first_iteration: int = 0, console: Console | None = None
-    ) -> None:
-        super().__init__("sft step", console, steps_done[-1], steps_done[first_iteration])
-        self._steps_done = steps_done
-        self._n_before = self._first
-        """Steps before the current iteration."""
-        self._fields: dict[str, Field] = {}
-        self._n_done: float | int = self._n_before
-
-    @property
-    def step(self) -> int:
-        """Step that has not ended yet, counted from 1."""
-        return min(int(self._n_done) + 1, self._steps_done[-1])
-
-    def on_phase_progress(self, phase: str, n_done: float | int, n_total: int) -> None:
-        self._n_done = self._n_before + n_done
-        if 0 < n_done < n_total:  # the end of an iteration brings its loss
-            self._meter.show(self._n_done, self._steps_done[-1], self._fields)
-
-    def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        self._n_before = self._n_done = self._steps_done[iteration]
-        self._fields = {"loss": metrics["loss"]} if "loss" in metrics else {}
-        self._meter.show(self._n_done, self._steps_done[-1], self._fields)
 
 
 class Tracker:

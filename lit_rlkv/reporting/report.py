@@ -14,7 +14,7 @@ from lit_rlkv.reporting.logged_samples import select_samples
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_folder import RunReport
-from lit_rlkv.reporting.tables import evaluation_cells, learned_cells, percent, share_of_dense, stage_cells
+from lit_rlkv.reporting.tables import evaluation_cells, percent, reward_sentence, share_of_dense, stage_cells
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -58,6 +58,8 @@ def write_report(path: Path, report: RunReport, pictures: Sequence[Picture]) -> 
 def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     """Return the page as HTML."""
     rows = [*report.before, *report.after]
+    # A run that a verifier rewards does not use its reward head.
+    quality = report.reward_model if any(row.learned_reward is not None for row in rows) else None
     sampling = report.config.get("evaluation", {})
     used = {"temperature": 0, "top_k": None, "top_p": 1, "min_p": None}
     settings = [f"{key} {sampling[key]}" for key, off in used.items() if sampling.get(key, off) != off]
@@ -66,9 +68,9 @@ def render(report: RunReport, pictures: Sequence[Picture]) -> str:
     return TEMPLATES.get_template("report.html.jinja").render(
         report=report,
         tiles=tiles(report),
-        evaluation=evaluation_cells(report.before, report.after, with_intervals=True),
-        learned=learned_cells(report.before, report.after),
+        evaluation=evaluation_cells({"before": report.before, "after": report.after}, with_intervals=True),
         n_problems=max((row.n_problems for row in rows), default=0),
+        quality=None if quality is None else reward_sentence(quality),
         stages=stage_cells(report.stage_seconds),
         samples=select_samples(report.samples),
         drawn=page_figures(pictures),

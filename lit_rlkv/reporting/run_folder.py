@@ -1,9 +1,8 @@
 """Read the contents of a report from a run folder; without torch."""
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +10,9 @@ import yaml
 
 from lit_rlkv.checks import fits, from_json
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
-from lit_rlkv.files import check_yaml, json_lines, read_json, read_text
+from lit_rlkv.files import check_yaml, json_lines, read_if_there, read_json, read_text
 from lit_rlkv.reporting.describe import run_facts
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
-from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_metrics import History, read_metrics
 from lit_rlkv.run_files import (
     CONFIG,
@@ -27,7 +25,13 @@ from lit_rlkv.run_files import (
     SFT_METRICS,
 )
 
-log = logging.getLogger(__name__)
+ENVIRONMENT_KINDS: dict[str, Any] = {
+    "python": str,
+    "packages": dict[str, str],
+    "device": dict[str, Any] | None,
+    "git": dict[str, Any] | None,
+}
+"""Types of those entries of a start that the report and the model card read."""
 
 
 @dataclass(frozen=True)
@@ -76,55 +80,29 @@ class RunReport:
         """Facts of the run by heading."""
         return run_facts(self.config, self.environments, self.stage_seconds)
 
-    @property
-    def uses_learned_reward(self) -> bool:
-        """True if a learned reward scored the responses of this run."""
-        rows = (*self.before, *self.after)
-        return self.is_logged("rewards/learned") or any(row.learned_reward is not None for row in rows)
-
     def measured(self, name: str) -> list[Mapping[str, Any]]:
         """Return the lines of one diagnostic in the order of iterations."""
         return [row for row in self.diagnostics if row["name"] == name]
 
-    def is_logged(self, *metrics: str) -> bool:
-        """Return True if the run logged any of these metrics."""
-        return any(len(style.series(self.history, metric)[0]) for metric in metrics)
 
-
-def read_run(run_dir: Path, *, is_strict: bool = True) -> RunReport:
+def read_run(run_dir: Path) -> RunReport:
     """Read a run folder; files that the run has not written yet count as empty.
 
-    Args:
-        is_strict: False: a damaged file costs a warning and counts as empty, too, as no report may end a run.
-
     Raises:
-        ValueError: a file does not hold what a run writes.
+        DamagedFileError: a file does not hold what a run writes.
     """
-    run_dir, _read = run_dir.absolute(), partial(_read_file, is_strict=is_strict)
+    run_dir = run_dir.absolute()
     return RunReport(
         title=run_dir.name,
-        config_yaml=_read(run_dir / CONFIG, _yaml, ""),
-        environments=_read(run_dir / ENVIRONMENT, read_environments, []),
-        history=_read(run_dir / METRICS, read_metrics, []),
-        sft_history=_read(run_dir / SFT_METRICS, read_metrics, []),
-        evictions=_read(run_dir / EVICTIONS, _evictions, None),
-        samples=_read(run_dir / SAMPLES, read_samples, []),
-        diagnostics=_read(run_dir / DIAGNOSTICS, _diagnostics, []),
-        **_read(run_dir / EVALUATION, _results, {}),
+        config_yaml=read_if_there(run_dir / CONFIG, _yaml, ""),
+        environments=read_if_there(run_dir / ENVIRONMENT, read_environments, []),
+        history=read_if_there(run_dir / METRICS, read_metrics, []),
+        sft_history=read_if_there(run_dir / SFT_METRICS, read_metrics, []),
+        evictions=read_if_there(run_dir / EVICTIONS, _evictions, None),
+        samples=read_if_there(run_dir / SAMPLES, read_samples, []),
+        diagnostics=read_if_there(run_dir / DIAGNOSTICS, _diagnostics, []),
+        **read_if_there(run_dir / EVALUATION, _results, {}),
     )
-
-
-def _read_file(path: Path, read: Callable[[Path], Any], absent: Any, *, is_strict: bool) -> Any:
-    """Return what `read` finds in a file, or `absent` if there is no file; its errors name the file."""
-    try:
-        return read(path) if path.exists() else absent
-    except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())  # one line, as YAML's errors are several
-        message = f"{path} does not hold what lit_rlkv writes: {reason}"
-        if is_strict:
-            raise ValueError(f"{message}; restore it, or remove it") from error
-        log.warning("the report does without it: %s", message)
-        return absent
 
 
 def read_environments(path: Path) -> list[dict[str, Any]]:
@@ -134,15 +112,9 @@ def read_environments(path: Path) -> list[dict[str, Any]]:
         ValueError: the file does not hold them.
     """
     starts = read_json(path)
-    kinds: dict[str, Any] = {
-        "python": str,
-        "packages": dict[str, str],
-        "device": dict[str, Any] | None,
-        "git": dict[str, Any] | None,
-    }
     if not fits(starts, list[dict[str, Any]]):
         raise ValueError("it must be a list of objects")
-    for key, kind in kinds.items():
+    for key, kind in ENVIRONMENT_KINDS.items():
         if not all(fits(start.get(key), kind) for start in starts):
             raise ValueError(f"{key} does not have the type that a run writes")
     return cast("list[dict[str, Any]]", starts)
@@ -151,8 +123,12 @@ def read_environments(path: Path) -> list[dict[str, Any]]:
 def _yaml(path: Path) -> str:
     """Return the text of a YAML file that holds a mapping."""
     text = read_text(path)
-    check_yaml(text)
-    if not isinstance(yaml.safe_load(text), dict):
+    try:
+        check_yaml(text)
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(config, dict):
         raise ValueError("it must be a mapping")
     return text
 

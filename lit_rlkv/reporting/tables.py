@@ -19,66 +19,46 @@ Cells = tuple[list[str], list[list[str]]]
 """Headings and rows of a table."""
 
 
-def compare_caches(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> dict[str, list[EvalRow | None]]:
-    """Return the rows of each cache, one for each evaluation that is not empty; None where it has no row.
-
-    Raises:
-        ValueError: one evaluation lists a cache twice.
-    """
-    for rows in (before, after):
-        if len({row.cache for row in rows}) < len(rows):
-            caches = ", ".join(row.cache for row in rows)
-            raise ValueError(f"an evaluation lists a cache twice ({caches}); give each its own name")
-    named = [{row.cache: row for row in rows} for rows in (before, after) if rows]
-    return {row.cache: [rows.get(row.cache) for rows in named] for row in (*after, *before)}
-
-
-def _names(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> list[str]:
-    return [name for name, rows in (("before", before), ("after", after)) if rows]
-
-
 def evaluation_cells(
-    before: Sequence[EvalRow], after: Sequence[EvalRow], *, with_intervals: bool = False
+    evaluations: Mapping[str, Sequence[EvalRow]], *, name: str = "When", with_intervals: bool = False
 ) -> Cells:
-    """Return the evaluation table; columns say before and after if there are both.
+    """Return a table of evaluations: the rows of one cache stand together, in the order of the evaluations.
 
     Args:
+        evaluations: rows by the name of the evaluation, such as before and after.
+        name: heading of the names.
         with_intervals: accuracies with their 95% Wilson intervals, which are too wide for a terminal.
     """
-    accuracy_of = accuracy_cell if with_intervals else _accuracy
-    names = _names(before, after)
-    suffixes = [f" {name}" for name in names] if len(names) > 1 else [""]
-    headings = ["Cache", *(f"Accuracy{suffix}" for suffix in suffixes), "KV bytes", "of dense"]
-    headings += [*(f"KL{suffix}" for suffix in suffixes), "Replay gap"]
-    cells = []
-    for cache, rows in compare_caches(before, after).items():
-        measured = [row for row in rows if row is not None]
-        cells.append(
-            [
-                cache,
-                *(ABSENT if row is None else accuracy_of(row) for row in rows),
-                human_bytes(measured[-1].kv_bytes),
-                share_of_dense(measured[-1], [*after, *before]),
-                *(ABSENT if row is None else f"{row.kl:z.4f}" for row in rows),
-                f"{max(row.replay_gap for row in measured):.1e}",
-            ]
-        )
-    return headings, cells
+    found = [
+        {
+            "Cache": row.cache,
+            name: evaluation,
+            "Accuracy": accuracy_cell(row) if with_intervals else f"{row.accuracy:.3f}",
+            **_costs(row, rows),
+        }
+        for evaluation, rows in evaluations.items()
+        for row in rows
+    ]
+    caches = list(dict.fromkeys(cells["Cache"] for cells in found))
+    return table_of(sorted(found, key=lambda cells: caches.index(cells["Cache"])))
 
 
-def learned_cells(before: Sequence[EvalRow], after: Sequence[EvalRow]) -> Cells:
-    """Return the table of mean learned rewards; it has no rows without a reward model."""
-    found = {cache: [_learned(row) for row in rows] for cache, rows in compare_caches(before, after).items()}
-    headings = ["Cache", *(f"Learned reward {name}" for name in _names(before, after))]
-    return headings, [[cache, *cells] for cache, cells in found.items() if set(cells) != {ABSENT}]
+def table_of(rows: Sequence[Mapping[str, str]]) -> Cells:
+    """Return the table of rows that have a cell for each heading, with a dash for those that they lack."""
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    return headings, [[row.get(heading, ABSENT) for heading in headings] for row in rows]
 
 
-def _learned(row: EvalRow | None) -> str:
-    return ABSENT if row is None or row.learned_reward is None else f"{row.learned_reward:.2f}"
-
-
-def _accuracy(row: EvalRow) -> str:
-    return f"{row.accuracy:.3f}"
+def _costs(row: EvalRow, rows: Sequence[EvalRow]) -> dict[str, str]:
+    """Return cache bytes, KL, replay gap and, if there is one, the learned reward, by their headings."""
+    reward = {} if row.learned_reward is None else {"Learned reward": f"{row.learned_reward:.2f}"}
+    return {
+        "KV bytes": human_bytes(row.kv_bytes),
+        "of dense": share_of_dense(row, rows),
+        "KL": f"{row.kl:z.4f}",
+        "Replay gap": f"{row.replay_gap:.1e}",
+        **reward,
+    }
 
 
 def accuracy_cell(row: EvalRow) -> str:
@@ -114,11 +94,10 @@ def summary_table(
     """Return all tables for a terminal, without empty ones."""
     tables: list[RenderableType] = []
     if before or after:
-        tables += [make_table(*evaluation_cells(before, after)), Text(KL_MEANING, style="dim")]
-    headings, cells = learned_cells(before, after)
-    if cells:
-        tables += [Text(), make_table(headings, cells)]
-    if reward_model is not None and cells:  # a run that a verifier rewards does not use its reward head
+        cells = evaluation_cells({"before": before, "after": after})
+        tables += [make_table(*cells), Text(KL_MEANING, style="dim")]
+    # A run that a verifier rewards does not use its reward head.
+    if reward_model is not None and any(row.learned_reward is not None for row in (*before, *after)):
         tables += [Text(), Text(reward_sentence(reward_model))]
     if stage_seconds:
         tables += [Text(), make_table(*stage_cells(stage_seconds))]
@@ -147,51 +126,25 @@ def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-Scored = tuple[EvalRow, CacheEstimates]
-
-
-def score_table(scored: Sequence[Scored], level: float) -> Group:
-    """Return both tables for a terminal, with notes."""
+def score_table(scored: Sequence[tuple[EvalRow, CacheEstimates]], level: float) -> Group:
+    """Return both tables of `lit_rlkv.evaluate` for a terminal: scores with their intervals, and costs."""
+    rows = [row for row, _ in scored]
     return Group(
-        make_table(*score_cells(scored)),
+        make_table(*table_of([{"Cache": row.cache, **_scores(found)} for row, found in scored])),
         Text(f"[low, high] is the {level:.0%} interval over prompts", style="dim"),
         Text(),
-        make_table(*cost_cells([row for row, _ in scored])),
+        make_table(*table_of([{"Cache": row.cache, **_costs(row, rows)} for row in rows])),
         Text(KL_MEANING, style="dim"),
     )
 
 
-def score_cells(scored: Sequence[Scored]) -> Cells:
-    """Return the table of accuracies, pass@k and lengths, with intervals."""
-    ks = list(scored[0][1].pass_at_k) if scored else []
-    headings = ["Cache", "Accuracy", *(f"pass@{k}" for k in ks), "Tokens"]
-    return headings, [
-        [
-            row.cache,
-            _with_interval(found.accuracy, 3),
-            *(_with_interval(estimate, 3) for estimate in found.pass_at_k.values()),
-            _with_interval(found.mean_length, 1),
-        ]
-        for row, found in scored
-    ]
-
-
-def cost_cells(rows: Sequence[EvalRow]) -> Cells:
-    """Return the table of cache bytes, KL, replay gap and, if there are any, learned rewards."""
-    has_learned = any(row.learned_reward is not None for row in rows)
-    headings = ["Cache", "KV bytes", "of dense", "KL", "Replay gap"]
-    headings += ["Learned reward"] if has_learned else []
-    return headings, [
-        [
-            row.cache,
-            human_bytes(row.kv_bytes),
-            share_of_dense(row, rows),
-            f"{row.kl:z.4f}",
-            f"{row.replay_gap:.1e}",
-            *([_learned(row)] if has_learned else []),
-        ]
-        for row in rows
-    ]
+def _scores(found: CacheEstimates) -> dict[str, str]:
+    """Return accuracy, pass@k and length with their intervals, by their headings."""
+    return {
+        "Accuracy": _with_interval(found.accuracy, 3),
+        **{f"pass@{k}": _with_interval(estimate, 3) for k, estimate in found.pass_at_k.items()},
+        "Tokens": _with_interval(found.mean_length, 1),
+    }
 
 
 def _with_interval(estimate: IntervalEstimate, n_decimals: int) -> str:

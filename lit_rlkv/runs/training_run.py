@@ -265,7 +265,7 @@ class TrainingRun:
 
     def _report(self) -> RunReport:
         """Return what the report shows of the run so far; a full disk may have kept rows out of the file."""
-        return replace(read_run(self.run_dir, is_strict=False), history=self.metrics.history)
+        return replace(read_run(self.run_dir), history=self.metrics.history)
 
     def _eviction_record(self, rollout: Rollout) -> dict[str, Any]:
         decode = self.context.tokenizer.decode

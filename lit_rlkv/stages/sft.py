@@ -24,7 +24,7 @@ from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
-from lit_rlkv.reporting.progress import StepProgressBar, say
+from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, RunState
 from lit_rlkv.runs.context import RunContext, pretrained_path
@@ -52,7 +52,7 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
         say(run.console, "supervised fine-tuning (its model is kept for later runs)", stage="sft")
         every = run.context.cfg.callbacks.checkpoint_every
         stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
-        bar = StepProgressBar(stage.steps_done(), stage.resumed_at, run.console)
+        bar = ProgressBar("sft iteration", run.console, sum(stage.lengths), stage.resumed_at)
         with run.timed("sft"):
             last = stage.resumed.metrics if run.is_rank_zero and stage.resumed is not None else None
             metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at, last)
@@ -121,13 +121,6 @@ class SFTStage:
         """Checkpoint within the pass to resume; None: it starts from its beginning."""
         self.resumed_at = begin if self.resumed is None else self.resumed.iteration
         """Completed iterations of all passes."""
-
-    def steps_done(self) -> list[int]:
-        """Return the optimizer steps done after each number of iterations of all passes, from 0 on."""
-        done, every = [0], self.context.cfg.sft.steps_per_iteration
-        for one, length in zip(self.passes, self.lengths, strict=True):
-            done += [done[-1] + min(every, one.n_steps) * (n + 1) for n in range(length)]
-        return done
 
     def run(self, callbacks: Sequence[Callback]) -> Path:
         """Run the remaining passes, and return the folder of the SFT model.

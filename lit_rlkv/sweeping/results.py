@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import CategoricalDistribution
 from rich.table import Table
 from rich.text import Text
 
@@ -52,13 +52,6 @@ def _short(value: str) -> str:
     return f"{float(value):.4g}" if re.fullmatch(r"-?\d*\.\d{5,}(e-?\d+)?", value) else value
 
 
-def _with(space: BaseDistribution, value: float | str) -> BaseDistribution:
-    """Return a distribution that has this value too: a grid may have lost it since."""
-    if isinstance(space, CategoricalDistribution) and value not in space.choices:
-        return CategoricalDistribution((*space.choices, value))
-    return space
-
-
 def write_results(study: SweepStudy) -> list[Path]:
     """Write the parameters and metrics of all ended runs, draw Optuna's figures, and return the files."""
     ended, space, folder = study.ended(), study.sweep.space, study.folder
@@ -80,10 +73,9 @@ def write_results(study: SweepStudy) -> list[Path]:
             else each.to_external_repr(float(run.values[key]))
             for key, each in space.items()
         }
-        kept = {key: _with(each, params[key]) for key, each in space.items()}
         shown.add_trial(
             optuna.create_trial(
-                params=params, distributions=kept, value=run.metrics()[study.sweep.metric.name]
+                params=params, distributions=space, value=run.metrics()[study.sweep.metric.name]
             )
         )
     with warnings.catch_warnings():

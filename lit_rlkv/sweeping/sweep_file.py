@@ -1,8 +1,8 @@
 """A W&B sweep file: what it varies, and the command line of each of its runs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +19,22 @@ from optuna.distributions import (
 
 from lit_rlkv.config import CONF_DIR, SWEEPS_DIR, ConfigError, quoted, require
 from lit_rlkv.config.options import Node, convert, leaves, option
+from lit_rlkv.files import check_yaml, read_text
 from lit_rlkv.trust import KEY
 
 COMMAND = ("${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}")
 DEFAULTS = ("logger=csv", "fabric.n_threads=1")
 """Of runs side by side without an account; the file's logger is for W&B."""
 ELSEWHERE = "`wandb sweep FILE` and `wandb agent` run it"
-MAX_BYTES = 1_000_000
+
+DISTRIBUTIONS: dict[str, Callable[..., BaseDistribution]] = {
+    "int_uniform": IntDistribution,
+    "uniform": FloatDistribution,
+    "q_uniform": FloatDistribution,
+    "log_uniform_values": partial(FloatDistribution, log=True),
+}
+"""Distributions of numbers, by W&B's names."""
+OPTUNA_NAMES = {"min": "low", "max": "high", "q": "step"}
 
 Values = dict[str, str]
 """What a run gives to each key that the sweep varies, as text for its command line."""
@@ -153,15 +162,12 @@ def read_sweep(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
 def _load(path: Path) -> dict[str, Any]:
     names = ", ".join(sorted(shipped.stem for shipped in SWEEPS_DIR.glob("*.yaml")))
     require(path.is_file(), f"there is no sweep file at {str(path)!r}; give a path, or one of {names}")
-    require(path.stat().st_size <= MAX_BYTES, f"{path} must have at most {MAX_BYTES:,} bytes")
     try:
-        text = path.read_text(encoding="utf-8")
-        # A few nested aliases stand for more values than fit in memory.
-        has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-        require(not has_alias, f"{path} must not have aliases (*name); write the values out")
+        text = read_text(path)
+        check_yaml(text)
         source: Any = OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(source, dict) or not isinstance(source.get("parameters"), dict):
         raise ConfigError(f"{path} has no parameters")
     return source
@@ -178,25 +184,15 @@ def _parsed(key: str, options: Any) -> str | BaseDistribution:
     if given.keys() == {"values"} and kind in (None, "categorical"):
         require(isinstance(given["values"], list) and bool(given["values"]), f"{where}.values must be a list")
         return CategoricalDistribution(tuple(dict.fromkeys(map(_text, given["values"]))))
-    low, high, step = given.pop("min", None), given.pop("max", None), given.pop("q", None)
-    if kind is None:
-        kind = "int_uniform" if isinstance(low, int) and isinstance(high, int) else "uniform"
-    has_step = kind.startswith("q_")
-    if (
-        given
-        or kind not in ("int_uniform", "uniform", "q_uniform", "log_uniform_values")
-        or has_step != bool(step)
-    ):
-        raise ConfigError(
-            f"{where}: {dict(options)} cannot be drawn here; write value, values, or min and max with "
-            f"distribution int_uniform, uniform, q_uniform (with q) or log_uniform_values, or let {ELSEWHERE}"
-        )
+    is_whole = all(isinstance(given.get(end), int) for end in ("min", "max"))
+    arguments = {OPTUNA_NAMES.get(str(name), str(name)): value for name, value in given.items()}
     try:
-        if kind == "int_uniform":
-            return IntDistribution(low, high)
-        return FloatDistribution(low, high, log=kind == "log_uniform_values", step=step)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: min={low!r}, max={high!r}: {error}") from error
+        return DISTRIBUTIONS[kind or ("int_uniform" if is_whole else "uniform")](**arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: {dict(options)} cannot be drawn here ({error}); write value, values, or min and max "
+            f"with distribution {', '.join(DISTRIBUTIONS)}, or let {ELSEWHERE}"
+        ) from error
 
 
 def _text(value: Any) -> str:

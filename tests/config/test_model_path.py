@@ -36,7 +36,6 @@ def test_of_several_files_one_must_be_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("model.gguf", b"PK\x03\x04", "model.gguf is no GGUF file; download it again"),
         ("model-00001-of-00002.gguf", b"GGUF\x03", "is one of several parts; join them first"),
         (None, b"", "is not a checkpoint folder (no config.json there) and no GGUF file"),
     ],

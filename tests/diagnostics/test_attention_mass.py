@@ -113,7 +113,6 @@ def test_statistics_cover_the_queries_that_predicted_response_tokens():
     rollout = sampled(tiny_model())
     found, kept = statistics(tiny_model(), rollout), expected_kept(rollout)
     torch.testing.assert_close(found.stacked("kept"), kept.mean(-1), **CLOSE)
-    torch.testing.assert_close(found.stacked("kept_p05"), kept.sort().values[..., 2], **CLOSE)
     assert 40 < kept.shape[-1] <= 60  # so that the third smallest is the 5th percentile
     of_queries = kept.mean(dim=(0, 1)).sort().values
     torch.testing.assert_close(found.kept_p05, of_queries[2], **CLOSE)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from lit_rlkv.diagnostics.evictions import (
     affected_fraction,
-    age_histogram,
     cached_keys,
     lifetimes,
     mean_age,
@@ -60,16 +59,6 @@ def test_mean_and_median_are_of_the_ages_counted():
     assert median_age(counts)[:2].tolist() == [1, 1]
     assert math.isnan(mean_age(counts)[2])
     assert math.isnan(median_age(counts)[2])
-
-
-def test_a_histogram_has_no_more_bins_than_asked_for_and_loses_no_key():
-    counts = torch.tensor([0, 5, 0, 1, 2, 0, 7, 0, 0])  # ages 1 to 6 occur
-    edges, bars = age_histogram(counts, max_bins=4)
-    assert edges.tolist() == [1, 3, 5, 7]
-    assert bars.tolist() == [5, 3, 7]
-    edges, bars = age_histogram(counts, max_bins=32)
-    assert edges.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert bars.tolist() == [5, 0, 1, 2, 0, 7]
 
 
 def test_retained_is_cached_keys_over_keys_so_far():

@@ -3,16 +3,12 @@
 from dataclasses import replace
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
 from lit_rlkv.evaluation.results import CacheEstimates, EvalRow, IntervalEstimate, RewardReport
 from lit_rlkv.reporting.tables import (
-    compare_caches,
-    cost_cells,
     evaluation_cells,
     markdown_table,
-    score_cells,
     score_table,
     summary_table,
 )
@@ -39,39 +35,29 @@ def shown(table, width=80):
     return capture.get()
 
 
-def test_rows_of_one_cache_stand_side_by_side():
-    headings, (dense, sparse) = evaluation_cells(BEFORE, AFTER)
-    assert headings == [
-        "Cache",
-        "Accuracy before",
-        "Accuracy after",
-        "KV bytes",
-        "of dense",
-        "KL before",
-        "KL after",
-        "Replay gap",
+BOTH = {"before": BEFORE, "after": AFTER}
+
+
+def test_rows_of_one_cache_stand_together():
+    headings, rows = evaluation_cells(BOTH)
+    assert headings == ["Cache", "When", "Accuracy", "KV bytes", "of dense", "KL", "Replay gap"]
+    assert rows == [
+        ["dense", "before", "0.990", "4.00 KiB", "100%", "0.0000", "1.0e-06"],
+        ["dense", "after", "0.980", "4.00 KiB", "100%", "0.0000", "1.0e-06"],
+        ["random 16+4", "before", "0.460", "1.00 KiB", "25%", "0.4000", "2.0e-05"],  # 1024 of 4096 bytes
+        ["random 16+4", "after", "0.810", "1.00 KiB", "25%", "0.1000", "1.0e-05"],
     ]
-    assert dense == ["dense", "0.990", "0.980", "4.00 KiB", "100%", "0.0000", "0.0000", "1.0e-06"]
-    # 1024 of 4096 bytes; of both gaps the larger
-    assert sparse == ["random 16+4", "0.460", "0.810", "1.00 KiB", "25%", "0.4000", "0.1000", "2.0e-05"]
 
 
-@pytest.mark.parametrize(("before", "after"), [([], AFTER), (AFTER, [])])
-def test_a_single_evaluation_has_single_columns(before, after):
-    headings, (_, sparse) = evaluation_cells(before, after)
-    assert headings == ["Cache", "Accuracy", "KV bytes", "of dense", "KL", "Replay gap"]
-    assert sparse == ["random 16+4", "0.810", "1.00 KiB", "25%", "0.1000", "1.0e-05"]
+def test_a_share_is_of_the_dense_cache_of_the_same_evaluation():
+    _, rows = evaluation_cells({"before": BEFORE[1:], "after": AFTER})
+    assert [row[4] for row in rows] == ["–", "25%", "100%"]
 
 
-def test_missing_measurements_are_dashes():
-    _, (sparse, other) = evaluation_cells(BEFORE[1:], [eval_row("h2o 8+4", 8, 0.5), BEFORE[1]][::-1])
-    assert sparse[4] == "–"
-    assert other[:3] == ["h2o 8+4", "–", "0.500"]
-
-
-def test_an_evaluation_that_lists_a_cache_twice_is_refused():
-    with pytest.raises(ValueError, match="lists a cache twice"):
-        compare_caches([], [AFTER[1], AFTER[1]])
+def test_runs_have_accuracies_with_intervals():
+    # Wilson intervals of 100 problems
+    _, (_, sparse) = evaluation_cells({"a": AFTER}, name="Run", with_intervals=True)
+    assert sparse[:3] == ["random 16+4", "a", "81.0% [72.2, 87.5]"]
 
 
 def test_the_terminal_shows_both_tables_in_eighty_columns():
@@ -109,41 +95,18 @@ FOUND = CacheEstimates(
 )
 
 
-def test_every_score_stands_with_its_interval_under_its_heading():
-    headings, (_, sparse) = score_cells([(DENSE, FOUND), (SPARSE, FOUND)])
-    assert dict(zip(headings, sparse, strict=True)) == {
-        "Cache": "snapkv 7+2",
-        "Accuracy": "0.750 [0.500, 1.000]",
-        "pass@1": "0.750 [0.500, 1.000]",
-        "pass@4": "0.875 [0.625, 1.000]",
-        "Tokens": "5.5 [5.0, 6.0]",
-    }
-
-
-def test_costs_are_compared_with_the_dense_cache():
-    headings, (dense, sparse) = cost_cells([DENSE, SPARSE])
-    assert dict(zip(headings, sparse, strict=True)) == {
-        "Cache": "snapkv 7+2",
-        "KV bytes": "512 B",
-        "of dense": "25%",
-        "KL": "0.0123",
-        "Replay gap": "2.0e-07",
-    }
-    assert dict(zip(headings, dense, strict=True))["of dense"] == "100%"
-    assert cost_cells([SPARSE])[1][0][2] == "–"
-
-
 def test_the_learned_reward_is_shown_where_there_is_one():
-    headings, (first, second) = cost_cells([replace(DENSE, learned_reward=1.25), SPARSE])
+    headings, (first, second) = evaluation_cells({"after": [replace(DENSE, learned_reward=1.25), SPARSE]})
     assert (headings[-1], first[-1], second[-1]) == ("Learned reward", "1.25", "–")
-    assert "Learned reward" not in cost_cells([DENSE])[0]
+    assert "Learned reward" not in evaluation_cells({"after": [DENSE]})[0]
 
 
 def test_the_terminal_says_what_the_brackets_are():
-    console = Console(width=80, file=StringIO())
+    console = Console(width=100, file=StringIO())
     console.print(score_table([(DENSE, FOUND)], 0.9))
     assert "[low, high] is the 90% interval over prompts" in console.file.getvalue()
-    assert "2.00 KiB" in console.file.getvalue()  # whole on a narrow terminal
+    for cell in ("0.750 [0.500, 1.000]", "0.875 [0.625, 1.000]", "5.5 [5.0, 6.0]", "2.00 KiB"):
+        assert cell in console.file.getvalue()
 
 
 def test_cells_cannot_end_their_table():

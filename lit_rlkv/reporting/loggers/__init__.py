@@ -49,8 +49,6 @@ class RunLogger(ABC):
     """Iterations between figures during training; None draws them at the end only."""
     last_iteration = 0
     """Last iteration that the logger has from before a resume; later rows are sent again."""
-    keeps_tables = True
-    """True if a growing table still has its rows after a resume."""
 
     @abstractmethod
     def open(self, start: RunStart) -> str | None:
@@ -63,10 +61,8 @@ class RunLogger(ABC):
     def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
         """Log scalars by name, at these axis values."""
 
-    def table(  # noqa: B027
-        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
-    ) -> None:
-        """Log a table, or append rows to one that grows."""
+    def table(self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues) -> None:  # noqa: B027
+        """Log a table; earlier tables of the same name are kept."""
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:  # noqa: B027
         """Log figures, each under its key; earlier figures of the same key are kept."""
@@ -157,7 +153,7 @@ class LoggingCallback(RLCallback):
     """Logs metrics, samples and figures; must come after all callbacks that add metrics.
 
     Args:
-        history: rows of metrics.csv from before a resume; rows that the logger lacks are sent again.
+        history: rows of metrics.csv from before a resume; those that the logger lacks are sent again.
         draw: returns the figures of the run so far, given a rollout.
     """
 
@@ -188,29 +184,31 @@ class LoggingCallback(RLCallback):
         self._rollout = None
 
     def _record(self, logger: RunLogger, metrics: dict[str, float], place: AxisValues) -> None:
-        iteration = int(place[ITERATION])
-        latest = [sample for sample in self.samples.latest if sample.iteration == iteration]
-        if iteration <= logger.last_iteration:
-            if not logger.keeps_tables:  # the file lost the samples of an iteration that is repeated
-                _send_samples(logger, latest, place)
-            return
-        logger.scalars(metrics, place)
-        _send_samples(logger, latest, place)
-        if self._rollout is not None:
+        _send_row(logger, metrics, place, self.samples.latest)
+        if self._rollout is not None and place[ITERATION] > logger.last_iteration:
             logger.figures(self.draw(self._rollout), place)
 
     def _send_missing(self, logger: RunLogger, history: History) -> None:
-        """Send rows after the logger's last iteration, and samples missing from its table."""
+        """Send the rows after the logger's last iteration, each with its samples."""
+        samples = read_samples(self.samples.path)
         for n_rows, row in enumerate(history, start=1):
-            if row[ITERATION] > logger.last_iteration:
-                logger.scalars(row, last_axis_values(history[:n_rows]))
-        n_known = max(logger.last_iteration, int(history[-1][ITERATION]))
-        n_kept = logger.last_iteration if logger.keeps_tables else 0
-        known = [s for s in read_samples(self.samples.path) if n_kept < s.iteration <= n_known]
-        _send_samples(logger, known, last_axis_values(history))
+            _send_row(logger, row, last_axis_values(history[:n_rows]), samples)
 
 
-def _send_samples(logger: RunLogger, samples: Sequence[LoggedSample], place: AxisValues) -> None:
-    rows: Rows = [[sample.iteration, sample.prompt, sample.completion, sample.reward] for sample in samples]
+def _send_row(
+    logger: RunLogger,
+    metrics: Mapping[str, float | int],
+    place: AxisValues,
+    samples: Sequence[LoggedSample],
+) -> None:
+    """Send an iteration with its own samples, unless the logger has it from before a resume."""
+    if place[ITERATION] <= logger.last_iteration:
+        return
+    logger.scalars(metrics, place)
+    rows: Rows = [
+        [sample.iteration, sample.prompt, sample.completion, sample.reward]
+        for sample in samples
+        if sample.iteration == place[ITERATION]
+    ]
     if rows:
-        logger.table("samples", SAMPLE_HEADINGS, rows, place, grows=True)
+        logger.table("samples", SAMPLE_HEADINGS, rows, place)

@@ -101,9 +101,7 @@ class TensorBoard(LightningLogger):
             self.logger.log_hyperparams(dict(self._config), self._compared, self._last_step)
         return super().close(is_complete)
 
-    def table(
-        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
-    ) -> None:
+    def table(self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues) -> None:
         self.writer.add_text(name, markdown_table(headings, rows), int(place[ITERATION]))
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:

@@ -6,13 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal
 from uuid import uuid4
 
-from lit_rlkv.checks import Range
 from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
 from lit_rlkv.reporting.pictures import Picture
@@ -25,12 +22,8 @@ FILE_NAME = "wandb.json"
 """File in the run's folder with the id of the W&B run."""
 FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
-INIT_TIMEOUT_S = TEARDOWN_TIMEOUT_S = 60.0
-HIDDEN = re.compile(
-    "gradient/(loss|policy)/layer_.+|kv/layer_kl/.+|kv/ratio_seq_.+|"
-    "rollout_corr/(log_ppl_diff|rollout_is_seq)_.+|rollout_corr/(rollout|training)_log_ppl"
-)
-"""Metrics without a panel of their own: those of each layer, which figures show, and variants of others."""
+INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 60.0, 300.0
+"""Longest waits for the service at the start, and for uploads at the end; the rest can be synced later."""
 Mode = Literal["online", "offline"]
 
 
@@ -56,7 +49,6 @@ class WandbRun(RunLogger):
         offline: keep the run in its folder, for `wandb sync`; None does so if wandb finds no account.
         log_model: upload the last checkpoint.
         figures_every: iterations between figures; None draws them at the end only.
-        finish_timeout_s: longest wait for uploads at the end; the rest can be synced later.
 
     Raises:
         ValueError: an argument is invalid.
@@ -72,7 +64,6 @@ class WandbRun(RunLogger):
         offline: bool | None = None,
         log_model: bool = False,
         figures_every: int | None = None,
-        finish_timeout_s: float | int = 300,
     ) -> None:
         if not project or any(character in FORBIDDEN for character in project):
             raise ValueError(
@@ -80,7 +71,6 @@ class WandbRun(RunLogger):
             )
         if offline is not None and not isinstance(offline, bool):
             raise ValueError(f"logger.offline must be true, false or null, got {offline}")
-        Range(above=0).check("logger.finish_timeout_s", finish_timeout_s)
         self.labels: dict[str, Any] = {
             "project": project,
             "entity": entity,
@@ -91,9 +81,6 @@ class WandbRun(RunLogger):
         self.offline = offline
         self.log_model = log_model
         self.figures_every = checked_interval(figures_every)
-        self.finish_timeout_s = float(finish_timeout_s)
-        self._tables: dict[str, Any] = {}
-        self._seen: set[str] = set()
 
     def open(self, start: RunStart) -> str | None:
         import wandb  # imported here, because it takes a second and is optional
@@ -109,30 +96,18 @@ class WandbRun(RunLogger):
             self.last_iteration = int(self.run.summary.get(ITERATION, 0))
         elif is_uploaded:
             self.last_iteration = start.resumed_at
-        self.keeps_tables = bool(self.run.resumed)
         self.run.define_metric("*", step_metric=TOKENS)
         for axis in AXES:
             self.run.define_metric(axis, hidden=True)
-        place = {"environment": dict(start.environment), "run_dir": start.run_dir.name}
-        config = {**start.config, **place}
-        self.run.config.update(config, allow_val_change=True)
+        origin = {"environment": dict(start.environment), "run_dir": start.run_dir.name}
+        self.run.config.update({**start.config, **origin}, allow_val_change=True)
         return None if self.run.offline else f"W&B: {self.run.url}"
 
     def scalars(self, metrics: Mapping[str, float | int], place: AxisValues) -> None:
-        self._hide_panels(metrics)
         self.run.log({**metrics, **place})
 
-    def table(
-        self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues, *, grows: bool = False
-    ) -> None:
-        # A logged table is immutable; an incremental one logs its new rows.
-        if not grows or name not in self._tables:
-            self._tables[name] = self._wandb.Table(
-                columns=list(headings), log_mode="INCREMENTAL" if grows else "IMMUTABLE"
-            )
-        table = self._tables[name]
-        for row in rows:
-            table.add_data(*row)
+    def table(self, name: str, headings: Sequence[str], rows: Rows, place: AxisValues) -> None:
+        table = self._wandb.Table(columns=list(headings), data=[list(row) for row in rows])
         self.run.log({name: table, **place})
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
@@ -151,23 +126,8 @@ class WandbRun(RunLogger):
 
     def close(self, is_complete: bool) -> str | None:
         is_offline = self.run.offline
-        try:
-            self.run.finish(exit_code=0 if is_complete else 1)
-        except Exception:
-            self._end_service()  # else wandb uses it again at exit, and fails or waits
-            raise
+        self.run.finish(exit_code=0 if is_complete else 1)
         return f"to upload to W&B: wandb sync {self.run_dir / 'wandb'}" if is_offline else None
-
-    def _end_service(self) -> None:
-        """Stop wandb's service process, for at most TEARDOWN_TIMEOUT_S, as it waits for uploads."""
-
-        def end() -> None:
-            with suppress(Exception):  # such as a service that is gone
-                self._wandb.teardown()
-
-        ending = Thread(target=end, daemon=True)
-        ending.start()
-        ending.join(TEARDOWN_TIMEOUT_S)
 
     def _remove_offline_parts(self) -> bool:
         """Remove earlier offline parts of this run; return True if some were uploaded, which stay."""
@@ -178,13 +138,6 @@ class WandbRun(RunLogger):
             elif part.name != own and not self.run.disabled:
                 shutil.rmtree(part)
         return is_uploaded
-
-    def _hide_panels(self, metrics: Mapping[str, float | int]) -> None:
-        # By exact names, as W&B does not say which of two patterns that match, this one or "*", it takes.
-        for name in metrics.keys() - self._seen:
-            if HIDDEN.fullmatch(name):
-                self.run.define_metric(name, step_metric=TOKENS, hidden=True)
-        self._seen |= metrics.keys()
 
     def _init(self, run_id: str) -> Any:
         is_offline = self.offline
@@ -197,7 +150,7 @@ class WandbRun(RunLogger):
             if self.offline:
                 raise
             log.warning("W&B is not reachable; this run is logged offline in its folder: %s", error)
-            self._end_service()  # it keeps the id in use
+            self._wandb.teardown()  # its service keeps the id in use
             return self._init_in("offline", run_id)
 
     def _init_in(self, mode: Mode | None, run_id: str) -> Any:
@@ -213,7 +166,7 @@ class WandbRun(RunLogger):
                 console="off",  # do not capture the progress bar
                 silent=True,  # we print the messages for users
                 init_timeout=INIT_TIMEOUT_S,
-                finish_timeout=self.finish_timeout_s,
+                finish_timeout=FINISH_TIMEOUT_S,
                 finish_timeout_raises=True,
             ),
         )

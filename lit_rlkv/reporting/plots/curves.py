@@ -1,4 +1,4 @@
-"""Curves of logged metrics, accuracies against the budget, calibration of a reward head."""
+"""Curves of logged metrics, and accuracies against the budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from lit_rlkv.evaluation.intervals import accuracy_interval
-from lit_rlkv.evaluation.results import N_BINS, EvalRow
+from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
 
-MANY = 1000
-"""Values from which ticks have a separator of thousands."""
 CORRECTION_STYLES = {
     "token_ratio": ("ρ of tokens", style.BLUE),
     "sequence_ratio": ("Π ρ of responses", style.VERMILLION),
@@ -58,18 +56,9 @@ GOLD = "Proxy and gold"
 """Title of the curves that are shown only if the verifier's score is not the reward."""
 
 
-def reward_curve(history: History) -> Figure:
-    """Draw the mean reward of each iteration and the std of rewards in a group."""
-    return draw_metrics(_find("Reward"), history)
-
-
-def mismatch(history: History) -> Figure:
-    """Draw the mismatch of rollout policy and learner on a log axis."""
-    return draw_metrics(_find("Mismatch of sampler and learner"), history)
-
-
-def _find(title: str) -> CurveSet:
-    return next(one for sets in CURVES.values() for one in sets if one.title == title)
+def draw(title: str, history: History) -> Figure:
+    """Draw the curves of this title, such as Reward."""
+    return draw_metrics(next(one for sets in CURVES.values() for one in sets if one.title == title), history)
 
 
 def draw_metrics(curves: CurveSet, history: History) -> Figure:
@@ -112,14 +101,14 @@ def _draw(
 def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
     if curves.axis == "share":
         style.share_axis(axes)
-    elif curves.axis.startswith("log"):
-        style.log_decades(axes)
+    elif curves.axis == "log percent":
+        style.log_share_axis(axes)
+    elif curves.axis == "log":
+        axes.set_yscale("log")
     elif curves.axis != "free":
-        highest = np.nanmax(style.line_heights(axes), initial=0.0)
-        axes.set_ylim(0, 1.08 * highest or (0.01 if curves.axis == "percent" else 1.0))
-        if highest >= MANY:
-            axes.yaxis.set_major_formatter("{x:,.0f}")
-    if curves.axis.endswith("percent"):
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,g}")
+    if curves.axis == "percent":
         axes.yaxis.set_major_formatter(style.small_percent)
     style.integer_x_axis(axes)
     return figure
@@ -168,28 +157,5 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
-    style.legend(axes)
-    return figure
-
-
-def reliability(confidence: Sequence[float], accuracy: Sequence[float], counts: Sequence[int]) -> Figure:
-    """Draw the accuracy of a reward head against its confidence; a calibrated head lies on the diagonal.
-
-    Args:
-        confidence: mean P(first is better) of each non-empty bin, in ascending order.
-        accuracy: share of comparisons in which the first is better, of each bin.
-        counts: comparisons in each bin; bars show their shares.
-    """
-    figure, axes = style.single_axes("Predicted: the first is better", "Observed")
-    share = np.array(counts) / np.sum(counts)
-    place = np.minimum(np.floor(np.array(confidence) * N_BINS), N_BINS - 1)
-    axes.bar(
-        (place + 0.5) / N_BINS, share, width=0.9 / N_BINS, color=style.SAND, label="share of comparisons"
-    )
-    axes.plot([0, 1], [0, 1], color=style.MUTED, lw=1.2, ls=style.DASHED, label="calibrated")
-    axes.plot(confidence, accuracy, color=style.BLUE, marker="o", ms=5, lw=1.8, label="reward head")
-    axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.PERCENT)
     style.legend(axes)
     return figure

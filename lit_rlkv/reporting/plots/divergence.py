@@ -24,7 +24,7 @@ X_LABEL = "Position in the response"
 def mismatch_by_position(measured: Measured) -> Figure:
     """Draw the KL and the tail of |log ρ| at each position, on a log axis."""
     figure, axes = style.single_axes(X_LABEL, "Mismatch (nats)")
-    highest = ROUNDING
+    axes.set_yscale("log")
     for name, color, label in (
         ("abs_log_ratio_p99", style.VERMILLION, "|log ρ|, 99th percentile"),
         ("abs_log_ratio_p95", style.GREEN, "95th"),
@@ -32,9 +32,8 @@ def mismatch_by_position(measured: Measured) -> Figure:
     ):
         value = _column(measured, name)
         value[value < ROUNDING] = np.nan
-        highest = np.nanmax([highest, *value])
         _plot(axes, measured, value, color, label)
-    style.log_axis(axes, ROUNDING, 10 ** np.ceil(np.log10(highest) + 0.1))
+    axes.set_ylim(bottom=ROUNDING)
     return _finish(figure, axes, measured)
 
 
@@ -52,8 +51,11 @@ def weights_by_position(measured: Measured) -> Figure:
     figure, axes = style.single_axes(X_LABEL, "Effective sample size")
     position, share = _column(measured, "position"), _column(measured, "prefix_ess")
     axes.plot(position, share, color=style.BLUE, lw=2, label="sample size, left axis")
-    style.log_axis(axes, 10 ** np.floor(np.log10(share.min()) - 0.01), 1.3, is_share=True)
-    right = style.right_axis(axes, "|log Π ρ| (nats)")
+    style.log_share_axis(axes)
+    right = axes.twinx()
+    right.set_ylabel("|log Π ρ| (nats)", color=style.VERMILLION, size=style.NORMAL)
+    right.tick_params(colors=style.VERMILLION, labelsize=style.SMALL, length=0)
+    right.spines[:].set_visible(False)
     for name, dashes, label in (
         ("prefix_abs_log_ratio", "-", "|log Π ρ|, mean"),
         ("prefix_abs_log_ratio_p95", style.DASHED, "95th percentile"),

@@ -38,42 +38,14 @@ def cache_fill(fill: Record, budget: int | None = None, interval: int | None = N
     )
     axes.plot(x, fill["cached_mean"], color=style.BLUE, lw=2, label="cached, mean")
     axes.axvline(0, color=style.INK, lw=0.8, ls=":")
-    if budget is not None:
-        _labelled_line(axes, budget, f"budget {budget}", "top")
+    lines = {} if budget is None else {f"budget {budget}": (budget, "-")}
     if budget is not None and interval is not None:
-        _labelled_line(axes, budget + interval, f"slots {budget + interval}", "bottom")
+        lines[f"slots {budget + interval}"] = (budget + interval, "--")
+    for name, (height, dashes) in lines.items():
+        axes.axhline(height, color=style.VERMILLION, lw=0.9, ls=dashes, label=name, zorder=1.5)
     axes.set_ylim(bottom=0)
     style.integer_ticks(axes.yaxis)
     return style.finish(figure, axes)
-
-
-def _labelled_line(axes: Axes, height: int, name: str, side: str) -> None:
-    """Draw a horizontal line with a label at its right end; `side` is the vertical alignment of the text."""
-    axes.axhline(height, color=style.VERMILLION, lw=0.9, label=f"_{name}", zorder=1.5)
-    axes.annotate(
-        name,
-        (1, height),
-        xycoords=("axes fraction", "data"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        fontsize=style.SMALL,
-        color=style.VERMILLION,
-        va=side,
-        annotation_clip=False,
-    )
-
-
-MAX_ANNOTATED = 12
-"""Most rows or columns of a table whose cells show numbers."""
-
-
-def attention_kept(measured: Measured, statistic: str = "attention_kept") -> Figure:
-    """Draw the dense policy's attention on keys in the sampler's cache, by layer and query head.
-
-    Args:
-        statistic: "attention_kept" (mean over queries) or "attention_kept_p05" (5th percentile).
-    """
-    return _heat(measured[statistic], "Query head", "attention kept", style.PERCENT, 1.0)
 
 
 def attention_on_evicted(measured: Measured) -> Figure:
@@ -88,50 +60,6 @@ def attention_on_evicted(measured: Measured) -> Figure:
     axes.plot(position, mass[worst], color=style.VERMILLION, lw=1.2, label=f"layer {worst}, the highest")
     style.share_axis(axes)
     return style.finish(figure, axes)
-
-
-def ages_at_eviction(measured: Measured) -> Figure:
-    """Draw the shares of evicted keys at each age, over all layers and heads."""
-    figure, axes = style.single_axes("Age at eviction (tokens)", "Share of evicted keys")
-    edges, counts = np.array(measured["lifetime_edges"]), np.array(measured["lifetime_counts"])
-    borders = edges - 0.5  # centres bars of one age on that age
-    axes.bar(borders[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=style.BLUE, lw=0.4)
-    axes.yaxis.set_major_formatter(style.PERCENT)
-    style.integer_ticks(axes.xaxis)
-    axes.set_xlim(borders[0], borders[-1])
-    return figure
-
-
-def median_ages(measured: Measured) -> Figure:
-    """Draw the median age at eviction of each layer and KV head."""
-    medians = np.array(measured["lifetime_median"], dtype=float)
-    return _heat(medians, "KV head", "tokens", "{x:.0f}", float(np.nanmax(medians, initial=1.0)))
-
-
-def _heat(
-    table: Sequence[Sequence[float]] | np.ndarray, x_label: str, name: str, form: str, highest: float
-) -> Figure:
-    """Draw a cell for each layer and head, with its number if the table is small."""
-    figure = Figure(figsize=(style.HALF_WIDTH, style.HEIGHT), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    values = np.array(table, dtype=float)
-    axes.imshow(values, cmap="viridis", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
-    style.label_axes(axes, x_label, "Layer")
-    axes.tick_params(labelsize=style.SMALL, labelcolor=style.MUTED, length=0)
-    axes.spines[:].set_visible(False)
-    style.integer_ticks(axes.xaxis, axes.yaxis)
-    bar = figure.colorbar(axes.images[0], ax=axes, format=form)
-    bar.set_label(name, fontsize=style.SMALL, color=style.INK)
-    bar.ax.tick_params(labelsize=style.SMALL, labelcolor=style.MUTED, length=0)
-    bar.outline.set_visible(False)
-    if max(values.shape) > MAX_ANNOTATED:
-        return figure
-    for (layer, head), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            color = style.ON_DARK if value < 0.6 * highest else style.ON_LIGHT
-            text = form.format(x=value)
-            axes.text(head, layer, text, ha="center", va="center", fontsize=style.SMALL, color=color)
-    return figure
 
 
 MAX_LABELLED_TOKENS = 64

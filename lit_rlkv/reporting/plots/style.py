@@ -11,7 +11,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from lit_rlkv.reporting.run_metrics import History
 
@@ -39,8 +39,6 @@ SCHEME = {
 """Colour of each name on a light and on a dark page, whose stylesheet exchanges them; figures are light."""
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, MUTED)
 """Colours of curves, in order."""
-ON_DARK, ON_LIGHT = "#fffffe", "#1f2431"
-"""Text on a dark or a light colour that is the same in every scheme; unlike PAPER and INK, which change."""
 SMALL, NORMAL = 8, 9
 """Font sizes in points."""
 Dashes = str | tuple[int, tuple[int, int]]
@@ -71,7 +69,7 @@ def style_axes(axes: Axes) -> None:
     """Draw grid, ticks and spines behind the data, in pale colours."""
     axes.set_axisbelow(True)
     axes.grid(visible=True, color=GRID, lw=0.8)
-    axes.tick_params(labelsize=SMALL, labelcolor=MUTED, color=GRID)
+    axes.tick_params(which="both", labelsize=SMALL, labelcolor=MUTED, color=GRID)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(GRID)
 
@@ -128,41 +126,17 @@ def share_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PERCENT)
 
 
-def log_axis(axes: Axes, low: float | int, high: float | int, *, is_share: bool = False) -> None:
-    """Make the y axis logarithmic; limits at decades guarantee a tick label."""
+def log_share_axis(axes: Axes) -> None:
+    """Let the y axis show shares on a log scale, with the ticks of at least 10 % and 100 %."""
     axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    axes.yaxis.set_minor_locator(NullLocator())
-    if is_share:
-        axes.yaxis.set_major_formatter(small_percent)
-
-
-def log_decades(axes: Axes) -> None:
-    """Make the y axis logarithmic, with whole decades that keep the lines off the frame; nothing if empty."""
-    heights = line_heights(axes)
-    shown = heights[np.isfinite(heights) & (heights > 0)]
-    if len(shown):
-        lowest = np.floor(np.log10(0.9 * shown.min()))
-        log_axis(axes, 10**lowest, 10 ** (np.floor(np.log10(shown.max())) + 1))
-
-
-def line_heights(axes: Axes) -> np.ndarray:
-    """Return the y values of all lines."""
-    return np.concatenate([np.zeros(0), *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
+    axes.set_ylim(min(0.09, axes.get_ylim()[0]), 1.3)
+    axes.yaxis.set_major_formatter(small_percent)
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def small_percent(value: float, position: float | int | None = None) -> str:
     """Format a share as a percentage with significant digits only, such as 0.1%."""
     return f"{100 * value:g}%"
-
-
-def right_axis(axes: Axes, label: str) -> Axes:
-    """Return a second y axis on the right, in the colour of its curves (VERMILLION)."""
-    right = axes.twinx()
-    right.set_ylabel(label, color=VERMILLION, size=NORMAL)
-    right.tick_params(colors=VERMILLION, labelsize=SMALL, length=0)
-    right.spines[:].set_visible(False)
-    return right
 
 
 SMOOTHING = 10

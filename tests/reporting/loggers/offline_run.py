@@ -27,8 +27,6 @@ class OfflineRun:
     """Keys of nested values are joined by a slash."""
     step_metric: dict[str, str] = field(default_factory=dict)
     """The x-axis of each metric or glob that was defined."""
-    hidden: set[str] = field(default_factory=set)
-    """Metrics without a panel."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The last value of each metric, or of several aggregates."""
     group: str = ""
@@ -93,7 +91,6 @@ def read(path: Path) -> OfflineRun:
             case "metric":
                 name = record.metric.name or record.metric.glob_name
                 found.step_metric[name] = record.metric.step_metric
-                found.hidden |= {name} if record.metric.options.hidden else set()
             case "summary":
                 found.summary |= {
                     item.key or "/".join(item.nested_key): json.loads(item.value_json)

@@ -6,10 +6,9 @@ from lit_rlkv.reporting.loggers import RunLogger, RunStart
 class KeepingLogger(RunLogger):
     """`calls` has the name and the arguments of each call, in order."""
 
-    def __init__(self, fails_at=(), last_iteration=0, keeps_tables=True, figures_every=None):
+    def __init__(self, fails_at=(), last_iteration=0, figures_every=None):
         self.fails_at = fails_at
         self.last_iteration = last_iteration
-        self.keeps_tables = keeps_tables
         self.figures_every = figures_every
         self.calls = []
 
@@ -25,8 +24,8 @@ class KeepingLogger(RunLogger):
     def scalars(self, metrics, place):
         self._keep("scalars", dict(metrics), place)
 
-    def table(self, name, headings, rows, place, *, grows=False):
-        self._keep("table", name, rows, place, grows)
+    def table(self, name, headings, rows, place):
+        self._keep("table", name, rows, place)
 
     def figures(self, pictures, place):
         self._keep("figures", list(pictures), place)

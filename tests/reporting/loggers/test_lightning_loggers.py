@@ -124,7 +124,7 @@ def test_settings_stand_beside_the_outcome_in_the_hparams_tab(tmp_path):
 
 def test_a_table_is_text_and_a_figure_an_image(tmp_path):
     logger = opened(tmp_path)
-    logger.table("samples", ["prompt", "reward"], [["1+1=", 0.5]], place(4), grows=True)
+    logger.table("samples", ["prompt", "reward"], [["1+1=", 0.5]], place(4))
     logger.figures([Picture(Figure(figsize=(2, 1)), "Cache fill", "how full")], place(4))
     logger.close(is_complete=True)
     found = events(tmp_path)

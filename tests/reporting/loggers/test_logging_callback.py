@@ -51,14 +51,14 @@ def test_an_iteration_goes_to_the_logger_at_its_place(tmp_path):
 
 
 @pytest.mark.parametrize("n", [1, 16, 30])
-def test_all_that_was_drawn_in_an_iteration_grows_the_table(tmp_path, n):
+def test_all_that_was_drawn_in_an_iteration_is_a_table(tmp_path, n):
     logger = KeepingLogger()
     callback = make(tmp_path, logger, n=n, every_n_iterations=2)
     for iteration in range(4):
         callback.samples.on_rollout_end(make_experience(iteration, n_prompts=n, group_size=1))
         end(callback, iteration + 1)
     rows = {i: [[i, f"question {j}", f"answer {j} of {i - 1}", j / 4] for j in range(n)] for i in (1, 3)}
-    assert logger.named("table") == [("samples", rows[i], place(i), True) for i in (1, 3)]
+    assert logger.named("table") == [("samples", rows[i], place(i)) for i in (1, 3)]
 
 
 def test_rows_that_the_logger_holds_are_not_sent_again(tmp_path):
@@ -80,25 +80,14 @@ def test_rows_that_the_logger_lost_are_sent_again_after_a_resume(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("last_iteration", "keeps_tables", "restored"),
-    [
-        (3, True, []),  # all there
-        (1, True, [2]),  # 3 is done again, and sent then
-        (1, False, [1, 2]),  # a new table, and 3 comes
-        (3, False, [1, 2]),  # a new table, and 3 comes, whose metrics are there
-        (0, True, [1, 2]),
-    ],
-)
-def test_a_table_has_each_sample_once_after_a_resume(tmp_path, last_iteration, keeps_tables, restored):
+@pytest.mark.parametrize(("last_iteration", "sent"), [(3, []), (1, [2, 3]), (0, [1, 2, 3])])
+def test_the_logger_has_each_sample_once_after_a_resume(tmp_path, last_iteration, sent):
     write_samples(tmp_path, 1, 2, 3)
-    logger = KeepingLogger(last_iteration=last_iteration, keeps_tables=keeps_tables)
+    logger = KeepingLogger(last_iteration=last_iteration)
     callback = make(tmp_path, logger, [row(1), row(2)], resumed_at=2)
-    assert [cells[0] for _, rows, _, _ in logger.named("table") for cells in rows] == restored
     callback.samples.latest = [LoggedSample("p", "c", 1.0, 3)]
     end(callback, 3)
-    is_sent = last_iteration < 3 or not keeps_tables
-    assert [cells[0] for _, rows, _, _ in logger.named("table") for cells in rows] == restored + [3] * is_sent
+    assert [cells[0] for _, rows, _ in logger.named("table") for cells in rows] == sent
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

@@ -63,7 +63,6 @@ def test_a_run_with_an_account_resumes_in_the_service(service, tmp_path):
     first = record(tmp_path / "run", range(1, 4))
     again = record(tmp_path / "run", range(3, 6), resumed_at=2)
     assert again.run.id == first.run.id
-    assert again.keeps_tables
     assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5]
 
 
@@ -85,6 +84,5 @@ def test_a_run_that_was_offline_goes_on_in_the_service_with_all_its_iterations_o
         sync(tmp_path / "run")
     again = record(tmp_path / "run", range(4, 7), resumed_at=3)
     assert again.run.id == first.run.id
-    assert again.keeps_tables == syncs_first
     sync(tmp_path / "run")
     assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 
 from lit_rlkv.reporting.plots import divergence
 from tests.reporting.plots.drawn import POSITIONS, labels, layers, line
@@ -14,7 +13,6 @@ def test_mismatch_is_drawn_by_position_without_what_is_rounding():
     np.testing.assert_array_equal(line(figure, "KL, mean").get_ydata(), [NAN, 0.01, 0.2, 1.5])
     tail = line(figure, "|log ρ|, 99th percentile").get_ydata()
     np.testing.assert_array_equal(tail, [NAN, 0.5, 8.0, 30.0])
-    assert figure.axes[0].get_ylim() == pytest.approx((1e-6, 100.0))
 
 
 def test_a_rollout_without_mismatch_has_a_picture_too():
@@ -34,7 +32,6 @@ def test_weights_show_sample_size_and_the_log_of_the_product():
     figure = divergence.weights_by_position(POSITIONS)
     left, right = figure.axes
     assert list(left.lines[0].get_ydata()) == [1.0, 0.9, 0.05, 0.002]
-    assert left.get_ylim() == pytest.approx((1e-3, 1.3))
     assert [list(found.get_ydata()) for found in right.lines] == [[0.0, 0.1, 0.5, 0.9], [0.0, 0.3, 2.0, 4.0]]
     assert labels(figure) == ["sample size, left axis", "|log Π ρ|, mean", "95th percentile"]
 
