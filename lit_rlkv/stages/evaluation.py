@@ -118,9 +118,7 @@ def score_caches(
         cfg.reward.max_failed,
         ranks_of(context.fabric),
         batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
-        tokens_per_pass=tokens_per_pass(
-            context, roles, roles.backbone("policy"), roles.layout.adapter["policy"]
-        ),
+        tokens_per_pass=tokens_per_pass(context, roles, roles.backbone("policy")),
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
@@ -194,6 +192,6 @@ def evaluate_reward(
 ) -> RewardReport:
     """Score pairs with a head on the backbone in its current role."""
     longest = max(context.sizes.prompts) + max(*context.sizes.solutions, *context.sizes.rejected)
-    batch_size = max(tokens_per_pass(context, backbone, backbone, adapter=None) // longest, 1)
+    batch_size = max(tokens_per_pass(context, backbone, backbone) // longest, 1)
     with track("reward", len(pairs)) as advance, context.fabric.autocast():
         return score_pairs(backbone, head, context.tokenizer, pairs, batch_size, on_scored=advance)

@@ -184,7 +184,7 @@ class SFTStage:
             reward_head=head,
             checkpoints_layers=context.cfg.roles.gradient_checkpointing,
         )
-        datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone, adapter=None))
+        datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
         run_state = RunState(context.fabric, module, self.checkpoints, self.every, resumed)
@@ -209,7 +209,8 @@ class SFTStage:
                     f"out of memory in the SFT stage; set fabric.tokens_per_pass below "
                     f"{datamodule.tokens_per_pass}, which helps while a pass holds more than one sequence, "
                     "or roles.gradient_checkpointing=true"
-                )
+                ),
+                lambda: datamodule.tokens_per_pass,
             ),
             interruption=self.interruption,
         )
