@@ -72,15 +72,10 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             any model is loaded.
     """
     from lit_rlkv.evaluation.estimates import estimate
-    from lit_rlkv.kvcache.policies import load_policy_class
     from lit_rlkv.runs import environment
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
-    from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
+    from lit_rlkv.stages.evaluation import score_caches
 
-    for policy in asked.policies or ():
-        if policy != "dense":
-            with as_config_errors("policies"):
-                load_policy_class(policy)
     run = find_run(Path(asked.ckpt).expanduser())
     check_targets(run.cfg)
     for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", *SAMPLING):
@@ -91,8 +86,8 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     check_saved_code({name: node for name, node in reward.functions.items() if name == reward.accuracy})
     cfg = check_run(run)
     _check_draws(asked.n_samples, cfg.evaluation.temperature)
-    with as_config_errors("cache"):
-        caches = evaluation_caches(cfg, asked.policies)
+    with as_config_errors("policies"):
+        caches = cfg.evaluation_caches(asked.policies)
     if asked.budgets and all(cache.is_dense for cache in caches):
         raise ConfigError(
             f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "

@@ -1,7 +1,7 @@
 """RunContext: the objects that all stages of a run share."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ class RunContext:
     """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
     """Reward functions; their workers start at the first call."""
-    pass_limit: int = TOKENS_PER_PASS
+    pass_limit: int = field(default=TOKENS_PER_PASS, kw_only=True)
     """Most tokens of a pass under `fabric.tokens_per_pass=auto`."""
 
     @property
@@ -106,7 +106,9 @@ def build_context(
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
-    return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards, pass_limit)
+    return RunContext(
+        cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards, pass_limit=pass_limit
+    )
 
 
 def _check_device(cfg: Config, device: torch.device) -> None:

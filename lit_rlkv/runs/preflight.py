@@ -1,8 +1,8 @@
 """What a config names, built once and checked: classes of the right kind, and objects that fit each other."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import DENSE
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
@@ -72,6 +73,26 @@ class CheckedConfig(Config):
             needed |= set(getattr(callback, "needs", ()))
         return needed
 
+    def evaluation_caches(self, policies: Sequence[str] | None = None) -> list[CacheSpec]:
+        """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
+
+        Args:
+            policies: eviction policies; None: the run's.
+
+        Raises:
+            ValueError: a budget is too small for the cache's sink and window.
+        """
+        own = self.parts.cache
+        chosen = [name for name in dict.fromkeys(policies or [self.cache.policy]) if name != DENSE]
+        budgets = sorted({*self.evaluation.budgets, self.cache.budget}, reverse=True)
+        options = {self.cache.policy: own.policy_options}  # other policies have other options
+        sparse = [
+            replace(own, policy=policy, budget=budget, policy_options=options.get(policy, {}))
+            for policy in chosen
+            for budget in budgets
+        ]
+        return [CacheSpec.dense(), *sparse]
+
 
 def checked_config(cfg: DictConfig) -> CheckedConfig:
     """Build what a composed config names, and check that the objects fit each other.
@@ -82,6 +103,8 @@ def checked_config(cfg: DictConfig) -> CheckedConfig:
     config = parse_config(cfg)
     check_targets(config.source)
     checked = CheckedConfig(**vars(config), parts=build_parts(config))
+    with as_config_errors("evaluation.budgets"):
+        checked.evaluation_caches()
     _check_algorithm(checked)
     _check_reward(checked)
     _check_roles(checked)
