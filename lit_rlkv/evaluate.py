@@ -22,7 +22,7 @@ from lit_rlkv.config import (
 )
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
-from lit_rlkv.files import write_together
+from lit_rlkv.files import write_atomically
 
 if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
@@ -52,13 +52,13 @@ class Evaluation:
         """Write `NAME.json` and, with a line for each sample, `NAME_samples.jsonl` into the run's folder.
 
         Raises:
-            OSError: they cannot be written; those of an earlier evaluation stay, both.
+            OSError: they cannot be written.
         """
         lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.samples]
         rows = [asdict(row) | {"estimates": asdict(found)} for row, found in self.scored]
         result, samples = self.run_dir / f"{name}.json", self.run_dir / f"{name}_samples.jsonl"
-        whole = json.dumps(self.settings | {"rows": rows}, indent=1)
-        write_together({result: whole, samples: "".join(lines)})
+        write_atomically(samples, "".join(lines))
+        write_atomically(result, json.dumps(self.settings | {"rows": rows}, indent=1))
         return result
 
 

@@ -164,9 +164,8 @@ class TrainingRun:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Open the logger and the reward workers; on several ranks, delay signals until all ranks agree."""
-        together = self.interruption.together(self.context.fabric.world_size)
-        with self.context.rewards, self.logger, together:
+        """Open the logger and the reward workers."""
+        with self.context.rewards, self.logger:
             try:
                 yield
             except MemoryExhaustedError as error:

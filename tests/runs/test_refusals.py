@@ -91,7 +91,7 @@ MISTAKES = [
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
         ["+reward.functions.a={weight: 1}"],
-        "reward.functions.a must name a reward function, got {'weight': 1}; give reward.functions.a._tar",
+        "reward.functions.a={'weight': 1} must name a RewardFunction in _target_",
     ),
     (
         ["+reward.functions.a={_target_: lit_rlkv.tasks.ChainSum}"],
