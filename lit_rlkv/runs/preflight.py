@@ -20,7 +20,7 @@ from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import DENSE
-from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
@@ -107,7 +107,9 @@ def checked_config(cfg: DictConfig) -> CheckedConfig:
         checked.evaluation_caches()
     _check_algorithm(checked)
     _check_reward(checked)
-    _check_roles(checked)
+    if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
+        has_head, is_apart = config.sft.trains_reward_head, not config.sft.joint
+        check_critics(checked, "the model of the SFT stage", has_head=has_head, is_apart=is_apart)
     _check_reference_sync(checked)
     _check_trained_weights(checked)
     return checked
@@ -266,19 +268,28 @@ def _check_reward(cfg: CheckedConfig) -> None:
     )
 
 
-def _check_roles(cfg: CheckedConfig) -> None:
-    has_critic, trains_head = cfg.parts.has_critic, cfg.sft.trains_reward_head
+def check_critics(cfg: CheckedConfig, start: str, *, has_head: bool, is_apart: bool) -> None:
+    """Check that the model that RL starts from has what the critics of the run need.
+
+    Args:
+        start: the model, for errors.
+        has_head: True if it has a reward head.
+        is_apart: True if its reward model has weights of its own.
+
+    Raises:
+        ConfigError: it lacks something.
+    """
+    settings, critics = cfg.roles, cfg.needed_roles & set(CRITICS)
     require(
-        not has_critic or cfg.roles.value_init == "zero" or "sft" not in cfg.stages or trains_head,
-        "roles.value_init=reward starts the critic from the reward head, but sft trains none; use "
-        "roles.value_init=zero, or raise sft.n_pairs and sft.reward_weight",
+        "value" not in critics or settings.value_init == "zero" or has_head,
+        f"roles.value_init=reward starts the critic from the reward head, and {start} has none; use "
+        "roles.value_init=zero, or train on preference pairs (stages=[sft,...], sft.n_pairs, "
+        "sft.reward_weight)",
     )
-    is_apart = "sft" in cfg.stages and not cfg.sft.joint
-    uses_critic = cfg.reward.learned != 0 or has_critic
     require(
-        not (is_apart and uses_critic and LAYOUTS[cfg.roles.layout].shares_critic),
-        f"roles.layout={cfg.roles.layout} has one backbone for policy and critics, but sft.joint=false "
-        "trains a reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
+        not (is_apart and critics and LAYOUTS[settings.layout].shares_critic),
+        f"roles.layout={settings.layout} has one backbone for policy and critics, but {start} has a reward "
+        "model with weights of its own; use roles=dynamic_lora, or train with sft.joint=true",
     )
 
 

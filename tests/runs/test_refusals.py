@@ -197,7 +197,7 @@ MISTAKES = [
     (["roles.target_modules=5"], "roles.target_modules must be a text or a list, each a text, got 5"),
     (
         ["algorithm=ppo", "roles.value_init=reward", "sft.n_pairs=0"],
-        "roles.value_init=reward starts the critic from the reward head, but sft trains none",
+        "roles.value_init=reward starts the critic from the reward head, and the model of the SFT stage has",
     ),
     (
         [
