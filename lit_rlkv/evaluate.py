@@ -85,7 +85,12 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     reward = parse_config(run.cfg).reward
     check_saved_code({name: node for name, node in reward.functions.items() if name == reward.accuracy})
     cfg = check_run(run)
-    _check_draws(asked.n_samples, cfg.evaluation.temperature)
+    n_samples, temperature = asked.n_samples, cfg.evaluation.temperature
+    require(
+        n_samples == 1 or temperature > 0,
+        f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
+        "give temperature=1 or so, or n_samples=1",
+    )
     with as_config_errors("policies"):
         caches = cfg.evaluation_caches(asked.policies)
     if asked.budgets and all(cache.is_dense for cache in caches):
@@ -117,15 +122,6 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "environment": environment.describe(context.cfg, context.fabric.device),
     }
     return Evaluation(run.run_dir, settings, scored, samples)
-
-
-def _check_draws(n_samples: int, temperature: float | int) -> None:
-    """Check that several samples are not greedy, because they would be equal."""
-    require(
-        n_samples == 1 or temperature > 0,
-        f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
-        "give temperature=1 or so, or n_samples=1",
-    )
 
 
 def _check_writable(run_dir: Path) -> None:

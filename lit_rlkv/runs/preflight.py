@@ -170,7 +170,9 @@ def _build_module(algorithm: AlgorithmConfig) -> "partial[PolicyModule]":
         "with _partial_: true, as the run adds arguments",
     )
     missing = [name for name in make.func.required_options if name not in make.keywords]
-    require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {target} needs each of them")
+    require(
+        not missing, f"algorithm.loss lacks {', '.join(missing)}; {make.func.__name__} needs each of them"
+    )
     with as_config_errors(target):
         make.func.check_options(**make.keywords)
     return cast("partial[PolicyModule]", make)

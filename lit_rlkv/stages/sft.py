@@ -60,18 +60,10 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next
     else:
-        say(run.console, why_skipped(run, Path(start)), stage="sft")
+        reason = "skipped" if "sft" in run.context.cfg.stages else "not in stages"
+        say(run.console, f"{reason}: start from {start}", stage="sft")
     run.keep_backbone(Path(start))
     return start
-
-
-def why_skipped(run: TrainingRun, start: Path) -> str:
-    """Return why there is no SFT stage, and the model that the run starts from instead."""
-    reason = "skipped" if "sft" in run.context.cfg.stages else "not in stages"
-    if not (start / SFT_DONE).is_file():
-        return f"{reason}: start from {start}"
-    owner = "this run" if run.run_dir in start.parents else "an earlier run"
-    return f"{reason}: start from the SFT model of {owner}, {start}"
 
 
 def run_sft(context: RunContext, callbacks: Sequence[Callback]) -> Path:
