@@ -102,12 +102,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     context, module = open_run(run, cfg)
     scored, samples = [], []
     for found in score_caches(context, module.roles, caches, asked.n_samples):
-        scored.append(
-            (
-                found.row,
-                estimate(found.samples, asked.pass_at_k, level=asked.level),
-            )
-        )
+        scored.append((found.row, estimate(found.samples, asked.pass_at_k, level=asked.level)))
         samples += found.samples
     settings = {
         "checkpoint": None if run.checkpoint is None else run.checkpoint.path.name,
