@@ -22,7 +22,7 @@ from lit_rlkv.config import (
 )
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.options import show
-from lit_rlkv.files import write_together
+from lit_rlkv.files import write_atomically
 
 if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
@@ -52,13 +52,13 @@ class Evaluation:
         """Write `NAME.json` and, with a line for each sample, `NAME_samples.jsonl` into the run's folder.
 
         Raises:
-            OSError: they cannot be written; those of an earlier evaluation stay, both.
+            OSError: they cannot be written.
         """
         lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in self.samples]
         rows = [asdict(row) | {"estimates": asdict(found)} for row, found in self.scored]
         result, samples = self.run_dir / f"{name}.json", self.run_dir / f"{name}_samples.jsonl"
-        whole = json.dumps(self.settings | {"rows": rows}, indent=1)
-        write_together({result: whole, samples: "".join(lines)})
+        write_atomically(samples, "".join(lines))
+        write_atomically(result, json.dumps(self.settings | {"rows": rows}, indent=1))
         return result
 
 
@@ -72,15 +72,10 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             any model is loaded.
     """
     from lit_rlkv.evaluation.estimates import estimate
-    from lit_rlkv.kvcache.policies import load_policy_class
     from lit_rlkv.runs import environment
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
-    from lit_rlkv.stages.evaluation import evaluation_caches, score_caches
+    from lit_rlkv.stages.evaluation import score_caches
 
-    for policy in asked.policies or ():
-        if policy != "dense":
-            with as_config_errors("policies"):
-                load_policy_class(policy)
     run = find_run(Path(asked.ckpt).expanduser())
     check_targets(run.cfg)
     for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", *SAMPLING):
@@ -90,9 +85,14 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     reward = parse_config(run.cfg).reward
     check_saved_code({name: node for name, node in reward.functions.items() if name == reward.accuracy})
     cfg = check_run(run)
-    _check_draws(asked.n_samples, cfg.evaluation.temperature)
-    with as_config_errors("cache"):
-        caches = evaluation_caches(cfg, asked.policies)
+    n_samples, temperature = asked.n_samples, cfg.evaluation.temperature
+    require(
+        n_samples == 1 or temperature > 0,
+        f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
+        "give temperature=1 or so, or n_samples=1",
+    )
+    with as_config_errors("policies"):
+        caches = cfg.evaluation_caches(asked.policies)
     if asked.budgets and all(cache.is_dense for cache in caches):
         raise ConfigError(
             f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "
@@ -102,12 +102,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     context, module = open_run(run, cfg)
     scored, samples = [], []
     for found in score_caches(context, module.roles, caches, asked.n_samples):
-        scored.append(
-            (
-                found.row,
-                estimate(found.samples, asked.pass_at_k, level=asked.level),
-            )
-        )
+        scored.append((found.row, estimate(found.samples, asked.pass_at_k, level=asked.level)))
         samples += found.samples
     settings = {
         "checkpoint": None if run.checkpoint is None else run.checkpoint.path.name,
@@ -122,15 +117,6 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "environment": environment.describe(context.cfg, context.fabric.device),
     }
     return Evaluation(run.run_dir, settings, scored, samples)
-
-
-def _check_draws(n_samples: int, temperature: float | int) -> None:
-    """Check that several samples are not greedy, because they would be equal."""
-    require(
-        n_samples == 1 or temperature > 0,
-        f"n_samples={n_samples} responses at temperature={temperature} are {n_samples} times the same one; "
-        "give temperature=1 or so, or n_samples=1",
-    )
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from itertools import islice
@@ -44,21 +44,13 @@ class WriteError(OSError):
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the content of a file atomically (UTF-8, line ends unchanged)."""
-    write_together({path: text})
-
-
-def write_together(texts: Mapping[Path, str]) -> None:
-    """Replace the contents of several files, each atomically; none if one of them cannot be written."""
-    partials = {path: _beside(path, "partial") for path in texts}
+    partial = _beside(path, "partial")
     try:
-        for path, partial in partials.items():
-            partial.write_text(texts[path], encoding="utf-8", newline="")
-            sync(partial)
-        for path, partial in partials.items():
-            os.replace(partial, path)
+        partial.write_text(text, encoding="utf-8", newline="")
+        sync(partial)
+        os.replace(partial, path)
     finally:
-        for partial in partials.values():
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
@@ -86,21 +78,16 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
     return read_bytes(path, most).decode()
 
 
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file; raises what `read_bytes` raises, and a ValueError for other texts."""
+    return _parse_json(read_text(path))
 
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
+
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def read_json(path: Path) -> Any:
-    """Return the value of a JSON file; raises what `read_bytes` and `parse_json` raise."""
-    return parse_json(read_text(path))
 
 
 def check_yaml(text: str) -> None:
@@ -131,7 +118,7 @@ def complete_lines(path: Path) -> list[str]:
 
 def json_lines(path: Path) -> list[Any]:
     """Return the values of a JSON Lines file, one for each complete line; none if there is no file."""
-    return [parse_json(line) for line in complete_lines(path)]
+    return [_parse_json(line) for line in complete_lines(path)]
 
 
 def read_if_there(path: Path, read: Callable[[Path], _Content], absent: Any) -> _Content:

@@ -140,6 +140,7 @@ def fit(
     from lit_rlkv.run_files import CONFIG
     from lit_rlkv.runs.context import build_context, check_reward_functions
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
+    from lit_rlkv.runs.pass_size import load_pass_limit
     from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.preflight import check_shares
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
@@ -153,7 +154,7 @@ def fit(
         raise ConfigError(
             f"{run_dir} holds a run already; give resume={run_dir} to resume it, or another folder"
         )
-    context = build_context(cfg, fabric)
+    context = build_context(cfg, fabric, load_pass_limit(run_dir))
     start = broadcast_from_rank_zero(context.fabric, lambda: find_starting_model(cfg, run_dir))
     check_shares(cfg, context.fabric.world_size)
     check_reward_functions(context)

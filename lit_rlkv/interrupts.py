@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -143,17 +143,13 @@ class Interruption:
         finally:
             self._waiting = before
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Run a block that no signal but Ctrl-C interrupts; ask afterwards if one arrived."""
-        with self._with_waiting(self._waiting.union(SIGNALS)):
-            yield
+        return self._with_waiting(self._waiting.union(SIGNALS))
 
-    @contextmanager
-    def together(self, n_ranks: int) -> Iterator[None]:
+    def together(self, n_ranks: int) -> AbstractContextManager[None]:
         """Run a block that no signal interrupts on one of several ranks, as the others would wait for it."""
-        with self._with_waiting(self._waiting.union([signal.SIGINT, *SIGNALS] if n_ranks > 1 else [])):
-            yield
+        return self._with_waiting(self._waiting.union([signal.SIGINT, *SIGNALS] if n_ranks > 1 else []))
 
     @contextmanager
     def immediate(self, is_immediate: bool) -> Iterator[None]:

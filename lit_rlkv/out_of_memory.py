@@ -23,6 +23,9 @@ ALLOCATORS_SAY = (
 class MemoryExhaustedError(OneLineError, MemoryError):
     """An allocation failed; the message names the need and the settings to change."""
 
+    tokens_per_pass: int | None = None
+    """Tokens of the pass of the learner that did not fit; None if something else did not."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an allocation failed, or caused this error, as in a CUDA graph capture that broke off."""
@@ -36,8 +39,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explain_out_of_memory(explain: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(
+    explain: Callable[[], str], tokens_per_pass: Callable[[], int] | None = None
+) -> Iterator[None]:
     """Replace the error of a failed allocation in the block by the text of `explain`.
+
+    Args:
+        tokens_per_pass: returns the tokens of the passes in the block; None if it has none.
 
     Raises:
         MemoryExhaustedError: an allocation failed.
@@ -48,4 +56,6 @@ def explain_out_of_memory(explain: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, MemoryExhaustedError) or not is_out_of_memory(error):
             raise
         said = str(error).partition("\n")[0] or type(error).__name__
-        raise MemoryExhaustedError(f"{explain()}\nThe allocator: {said}") from error
+        exhausted = MemoryExhaustedError(f"{explain()}\nThe allocator: {said}")
+        exhausted.tokens_per_pass = None if tokens_per_pass is None else tokens_per_pass()
+        raise exhausted from error

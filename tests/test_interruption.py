@@ -7,12 +7,10 @@ import signal
 import pytest
 import torch
 from lightning.fabric import Fabric
-from omegaconf import OmegaConf
 
 from lit_rlkv.config import composed
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.runs.resume import INTERRUPTED, end_of_run, mark_interrupted
-from lit_rlkv.trust import trusting
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -102,19 +100,6 @@ def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
     assert "seed" not in message
     given = ["+trusted_modules=[mine]", "logger=tensorboard", "++logger.save_dir=elsewhere"]
     assert shlex.split(end_of_run(error, tmp_path, given)[0])[-3:] == given
-
-
-def test_the_command_that_resumes_a_run_trusts_what_its_rewards_use(tmp_path):
-    service = {"_target_": "lit_rlkv.rewards.Endpoint", "url": "http://there:8000/score?a=b"}
-    functions = {"judge": service, "mine": {"_target_": "lit_rlkv.rewards.PythonFunction", "path": "a.py:f"}}
-    OmegaConf.save({"reward": {"functions": functions}}, tmp_path / "config.yaml")
-    with trusting(["mine"]):
-        message, _ = end_of_run(
-            InterruptedRunError("why", signal.SIGINT), tmp_path, ["trusted_modules=[mine]", "logger=wandb"]
-        )
-    words = shlex.split(message.partition("resume with ")[2])
-    assert words[-2] == "logger=wandb"
-    assert composed("config", [words[-1]]).trusted_modules == ["mine", "http://there:8000/score?a=b", "a.py"]
 
 
 @pytest.mark.usefixtures("own_ctrl_c")

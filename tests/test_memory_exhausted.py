@@ -97,6 +97,7 @@ def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_p
     ) as caught:
         train_policy(parts, module, [Large()], CheckpointDir(tmp_path / "checkpoints"), None)
     assert heard == [caught.value]
-    n_tokens = 16 * int(re.search(r"of up to (\d+) tokens", str(caught.value))[1])
+    n_tokens = caught.value.tokens_per_pass
+    assert n_tokens == 16 * int(re.search(r"of up to (\d+) tokens", str(caught.value))[1])
     helps = f"set fabric.tokens_per_pass below {n_tokens}, set roles.gradient_checkpointing=true"
     assert helps in str(caught.value)

@@ -4,7 +4,6 @@ from dataclasses import MISSING, dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from lit_rlkv.cache_rules import check_policy_name
 from lit_rlkv.checks import MAX_TEMPERATURE, Number, check_temperature
 from lit_rlkv.config.errors import as_config_errors, require
 from lit_rlkv.config.options import option
@@ -57,9 +56,6 @@ class EvaluateConfig:
         if self.temperature is not None:
             with as_config_errors("evaluate"):
                 check_temperature("temperature", self.temperature, is_greedy_allowed=True)
-        with as_config_errors("policies"):
-            for policy in self.policies or ():
-                check_policy_name(policy)
         for k in self.pass_at_k:
             require(
                 k <= self.n_samples,

@@ -10,13 +10,11 @@ from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_policy_name, check_sizes
 from lit_rlkv.checks import Range
-from lit_rlkv.config.errors import as_config_errors, interpolations_as_config_errors, require
+from lit_rlkv.config.errors import interpolations_as_config_errors, require
 from lit_rlkv.config.model_path import find_gguf, is_local
 from lit_rlkv.config.options import check_leaves, convert, leaf_keys, named_items, show
 from lit_rlkv.config.schema import Config, Stage
-from lit_rlkv.config.targets import check_importable
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -78,7 +76,7 @@ def parse_config(cfg: DictConfig) -> Config:
         ConfigError: the first rule that is broken.
     """
     config = check_types(cfg)
-    for check in (_check_stages, _check_model, _check_cache, _check_numbers, _check_fabric, _check_losses):
+    for check in (_check_stages, _check_model, _check_numbers, _check_fabric, _check_losses):
         check(config)
     return config
 
@@ -146,26 +144,6 @@ def _check_model(cfg: Config) -> None:
     )
 
 
-def _check_cache(cfg: Config) -> None:
-    cache = cfg.cache
-    budgets = {"cache": (cache.budget,), "evaluation.budgets": cfg.evaluation.budgets}
-    with as_config_errors("cache"):
-        check_policy_name(cache.policy)
-        if cache.policy in (DENSE, *POLICY_NAMES):
-            check_no_options(cache.policy, dict(named_items(cache.policy_options)))
-    check_importable({}, cache.policy)
-    for where, sizes in budgets.items():
-        for budget in sizes:
-            with as_config_errors(where):
-                check_sizes(
-                    budget=budget,
-                    interval=cache.interval,
-                    sink=cache.sink,
-                    window=cache.window,
-                    is_dense=cache.policy == DENSE,
-                )
-
-
 def _check_numbers(cfg: Config) -> None:
     """Check learning rates, rows, and bounds of importance weights by functions of lit_rlkv."""
     bounds = dict(named_items(cfg.correction.weight_fn)) if _weight_function(cfg) in WEIGHT_FUNCTIONS else {}
@@ -215,7 +193,7 @@ def _check_fabric(cfg: Config) -> None:
 
 def _check_losses(cfg: Config) -> None:
     distillation = cfg.distillation
-    is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == DENSE
+    is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
     require(
         distillation is None or distillation.get("weight") == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "

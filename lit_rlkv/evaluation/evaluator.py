@@ -89,15 +89,6 @@ class _Answered:
     kv_bytes: int
 
 
-@dataclass(frozen=True)
-class _CacheMismatch:
-    """Mismatch of rollout and learner, measured on rank 0 only, as a rollout has one generator."""
-
-    rollout: Rollout
-    kl: float
-    replay_gap: float
-
-
 class Evaluator:
     """Evaluates the policy on a list of held-out problems, with the reward role's scores if there is one.
 
@@ -187,9 +178,11 @@ class Evaluator:
         n = len(self.problems)
         n_scored = n * self.n_samples
         own = [self._answer(cache, batch, on_progress) for batch in self._own_batches()]
-        mismatch = self._mismatch(cache, on_progress) if self.ranks.rank == 0 else None
+        rollout, measured = None, []
+        if self.ranks.rank == 0:
+            rollout, *mismatch = self._mismatch(cache, on_progress)
+            measured = [mismatch]
         batches = sorted(self.ranks.all_gather_object(own), key=lambda batch: batch.number)
-        measured = [] if mismatch is None else [(mismatch.kl, mismatch.replay_gap)]
         ((kl, replay_gap),) = self.ranks.all_gather_object(measured)
         if not math.isfinite(kl):
             raise NonFiniteError(
@@ -218,7 +211,7 @@ class Evaluator:
                 sum(batch.learned for batch in batches) / n_scored if "reward" in self.roles.needed else None
             ),
         )
-        return CacheScore(row, samples, None if mismatch is None else mismatch.rollout)
+        return CacheScore(row, samples, rollout)
 
     def _own_batches(self) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
         """Yield this rank's batches, each with its number among all batches."""
@@ -226,16 +219,16 @@ class Evaluator:
         first = (self.ranks.rank - 1) % self.ranks.size
         return islice(enumerate(self._batches()), first, None, self.ranks.size)
 
-    def _mismatch(self, cache: CacheSpec, on_progress: Callable[[int], object] | None) -> _CacheMismatch:
+    def _mismatch(
+        self, cache: CacheSpec, on_progress: Callable[[int], object] | None
+    ) -> tuple[Rollout, float, float]:
+        """Return a rollout, and its KL and replay gap; on one rank only, as a rollout has one generator."""
         problems = self.problems[: self.config.n_mismatch]
-        sampled = self._generate(problems, cache, self.rollout, len(self.problems), on_progress=on_progress)
-        shadow = self._replayed(sampled, shadow=True)
-        dense = shadow if cache.is_dense else self._replayed(sampled, shadow=False)
-        return _CacheMismatch(
-            rollout=sampled,
-            kl=float(masked_mean(sampled.rollout_logps - dense, sampled.response_mask)),
-            replay_gap=float((shadow - sampled.rollout_logps).abs().max()),
-        )
+        rollout = self._generate(problems, cache, self.rollout, len(self.problems), on_progress=on_progress)
+        shadow = self._scores(rollout, "policy", shadow=True)
+        dense = shadow if cache.is_dense else self._scores(rollout, "policy")
+        kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)
+        return rollout, float(kl), float((shadow - rollout.rollout_logps).abs().max())
 
     def _answer(
         self,
@@ -249,35 +242,22 @@ class Evaluator:
         rollout = self._generate(problems, cache, self.scored, start, first, last - first, on_progress)
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
-        scores = self.accuracy([self.problems[problem] for problem, _ in places], completions)
+        asked = [self.problems[problem] for problem, _ in places]
+        scores = self.accuracy(asked, completions)
         lengths = rollout.response_mask.sum(dim=1).tolist()
         n_failed = int(scores.isnan().sum())
         scores = scores.nan_to_num(nan=0.0)
-        found = zip(places, completions, lengths, scores.tolist(), strict=True)
-        return _Answered(
-            number=number,
-            samples=[
-                self._sample(cache, *place, text, n_tokens, score) for place, text, n_tokens, score in found
-            ],
-            score=float(scores.sum()),
-            n_failed=n_failed,
-            learned=self._learned_reward(rollout),
-            kv_bytes=rollout.kv_bytes,
-        )
-
-    def _sample(
-        self, cache: CacheSpec, problem: int, sample: int, text: str, n_tokens: int, score: float
-    ) -> ScoredResponse:
-        return ScoredResponse(
-            cache=cache.label,
-            problem=problem,
-            sample=sample,
-            prompt=prompt_text(self.problems[problem].prompt),
-            answer=self.problems[problem].answer,
-            completion=text,
-            n_tokens=n_tokens,
-            score=score,
-        )
+        samples = [
+            ScoredResponse(
+                cache.label, *place, prompt_text(problem.prompt), problem.answer, completion, n_tokens, score
+            )
+            for place, problem, completion, n_tokens, score in zip(
+                places, asked, completions, lengths, scores.tolist(), strict=True
+            )
+        ]
+        has_reward = "reward" in self.roles.needed
+        learned = float(self._scores(rollout, "reward").sum()) if has_reward else 0.0
+        return _Answered(number, samples, float(scores.sum()), n_failed, learned, rollout.kv_bytes)
 
     def _batches(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the problems [start, stop) of each batch and their samples [first, last).
@@ -291,29 +271,16 @@ class Evaluator:
             for first in range(0, n_samples, batch_size):
                 yield start, stop, first, min(first + batch_size, n_samples)
 
-    def _replayed(self, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "batch seq"]:
-        """Return log-probs of the rollout under the policy."""
+    def _scores(self, rollout: Rollout, role: str, *, shadow: bool = False) -> Tensor:
+        """Return log-probs [batch, seq] of the policy, or the reward role's rewards [batch]."""
         scores = score_rollout(
             self.roles,
             rollout,
-            {"policy": shadow},
+            {role: shadow},
             temperature=self.rollout.temperature,
             tokens_per_pass=self.tokens_per_pass,
         )
-        return scores["policy"]
-
-    def _learned_reward(self, rollout: Rollout) -> float:
-        """Return the reward role's sum over the responses; 0 without a reward role."""
-        if "reward" not in self.roles.needed:
-            return 0.0
-        scores = score_rollout(
-            self.roles,
-            rollout,
-            {"reward": False},
-            temperature=self.rollout.temperature,
-            tokens_per_pass=self.tokens_per_pass,
-        )
-        return float(scores["reward"].sum())
+        return scores[role]
 
     def _generate(
         self,

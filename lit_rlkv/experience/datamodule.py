@@ -197,6 +197,11 @@ class RolloutDataModule(L.LightningDataModule):
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
         return explain_update(self.roles, self._shape, self.settings, self.tokens_per_pass)
 
+    def tokens_at_once(self) -> int:
+        """Return the tokens of the largest pass over the latest rollout."""
+        n_rows, n_columns = self._shape
+        return min(self.tokens_per_pass, n_rows * n_columns)
+
     def _next_prompts(self) -> dict[int, list[Problem]]:
         """Return this rank's next problems by shard; every rank gets equally many."""
         n_ranks = self.ranks.size
@@ -275,7 +280,8 @@ class RolloutDataModule(L.LightningDataModule):
         with explain_out_of_memory(
             lambda: explain_scoring(
                 self._shape, self.settings, self.tokens_per_pass, stacks_passes=stacks_passes
-            )
+            ),
+            self.tokens_at_once,
         ):
             return score_rollout(
                 self.roles,

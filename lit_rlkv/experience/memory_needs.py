@@ -54,7 +54,7 @@ def rollout_needs(
     n_columns = n_prompt_columns + settings.max_new_tokens
     n_rows, n_responses = n_concurrent_rows(n_prompts, group, settings.max_rows), n_prompts * group
     n_layers, n_tokens, dim = int(config.num_hidden_layers), int(config.vocab_size), max(head_dims(model))
-    n_heads, itemsize = n_kv_heads(model), _computes_in(model).itemsize
+    n_heads, itemsize = n_kv_heads(model), compute_dtype(model).itemsize
     n_slots = sum(  # of all layers
         cache.n_slots(n_columns) if kind.window is None or kind.window >= n_columns else kind.window
         for kind in layer_kinds(model)
@@ -151,7 +151,7 @@ def _smaller_passes(shape: tuple[int, int], tokens_per_pass: int) -> list[str]:
     return [f"set fabric.tokens_per_pass below {n_tokens}"] if n_tokens >= 2 * n_columns else []
 
 
-def _computes_in(model: PreTrainedModel) -> torch.dtype:
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of activations and cache."""
     device = model.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

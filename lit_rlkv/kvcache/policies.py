@@ -1,8 +1,7 @@
 """Eviction policies, and their interface for policies of your own.
 
-To add one here, subclass `Policy`, and add the class to `POLICIES` and its name to
-`lit_rlkv.cache_rules.POLICY_NAMES`. A policy in a package of your own needs no entry:
-`cache.policy=mypackage.policies.MyPolicy`, with that package in `trusted_modules`.
+To add one here, subclass `Policy`, and add the class to `POLICIES`. A policy in a package of your own needs
+no entry: `cache.policy=mypackage.policies.MyPolicy`, with that package in `trusted_modules`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +13,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.cache_rules import check_policy_name
 from lit_rlkv.kernels import slot_scores
 from lit_rlkv.trust import load_trusted_class
 
@@ -229,6 +227,8 @@ POLICIES: dict[str, type[Policy]] = {
     "expected": Expected,
     "random": Random,
 }
+DENSE = "dense"
+"""Name that stands for no policy: every key is kept."""
 
 
 def load_policy_class(name: str) -> type[Policy]:
@@ -237,9 +237,13 @@ def load_policy_class(name: str) -> type[Policy]:
     Raises:
         ValueError: no such policy, its module is not trusted, or the class is not a Policy.
     """
-    check_policy_name(name)
     if name in POLICIES:
         return POLICIES[name]
+    if "." not in name:
+        raise ValueError(
+            f"unknown cache policy {name!r}; choose one of {', '.join((DENSE, *POLICIES))}, or name a class "
+            "of your own such as mypackage.policies.MyPolicy"
+        )
     found = load_trusted_class(name)
     if not issubclass(found, Policy):
         raise ValueError(f"cache policy {name!r} must be a subclass of lit_rlkv.kvcache.policies.Policy")

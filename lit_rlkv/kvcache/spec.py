@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rlkv.cache_rules import DENSE, POLICY_NAMES, check_no_options, check_sizes
-from lit_rlkv.kvcache.policies import Policy, load_policy_class
+from lit_rlkv.checks import Range
+from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class CacheSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy_options", dict(self.policy_options or {}))
         self.make_policy()
-        check_sizes(
-            budget=self.budget,
-            interval=self.interval,
-            sink=self.sink,
-            window=self.window,
-            is_dense=self.is_dense,
-        )
+        for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items():
+            Range(least=least).check(f"cache.{name}", getattr(self, name), int)
+        least = self.sink + self.window + 1
+        if not self.is_dense and self.budget < least:
+            raise ValueError(
+                f"budget must be at least sink + window + 1 = {least}, got {self.budget}; raise the budget, "
+                "or lower sink or window"
+            )
 
     @classmethod
     def dense(cls) -> "CacheSpec":
@@ -78,11 +79,14 @@ class CacheSpec:
         """Return the policy object; None if nothing is ever evicted."""
         if not isinstance(self.policy, str | Policy) and not callable(self.policy):
             raise ValueError(
-                f"cache.policy must be one of {', '.join((DENSE, *POLICY_NAMES))}, or a policy of your own, "
+                f"cache.policy must be one of {', '.join((DENSE, *POLICIES))}, or a policy of your own, "
                 f"got {self.policy!r}; choose one"
             )
-        if isinstance(self.policy, Policy) or self.policy in (DENSE, *POLICY_NAMES):
-            check_no_options(self.policy_name, self.policy_options)
+        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *POLICIES)
+        if takes_none and self.policy_options:
+            raise ValueError(
+                f"policy_options={self.policy_options} have no effect on {self.policy_name}; leave them out"
+            )
         if self.is_dense or isinstance(self.policy, Policy):
             return self.policy if isinstance(self.policy, Policy) else None
         make = load_policy_class(self.policy) if isinstance(self.policy, str) else self.policy

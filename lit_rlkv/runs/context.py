@@ -1,7 +1,7 @@
 """RunContext: the objects that all stages of a run share."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.reporting.progress import QUIET_S, track
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
@@ -58,6 +59,8 @@ class RunContext:
     """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
     """Reward functions; their workers start at the first call."""
+    pass_limit: int = field(default=TOKENS_PER_PASS, kw_only=True)
+    """Most tokens of a pass under `fabric.tokens_per_pass=auto`."""
 
     @property
     def is_sharded(self) -> bool:
@@ -88,7 +91,9 @@ def pretrained_path(path: str | None, runs_dir: str) -> str | None:
         return str(converted_gguf(file, Path(runs_dir) / CONVERTED_MODELS))
 
 
-def build_context(cfg: CheckedConfig, fabric: Fabric | None = None) -> RunContext:
+def build_context(
+    cfg: CheckedConfig, fabric: Fabric | None = None, pass_limit: int = TOKENS_PER_PASS
+) -> RunContext:
     """Build what all stages share; without `fabric` in one process on one device."""
     disable_progress_bar()  # transformers shows one for every load
     if cfg.fabric.n_threads is not None:
@@ -101,7 +106,9 @@ def build_context(cfg: CheckedConfig, fabric: Fabric | None = None) -> RunContex
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
-    return RunContext(cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards)
+    return RunContext(
+        cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards, pass_limit=pass_limit
+    )
 
 
 def _check_device(cfg: Config, device: torch.device) -> None:

@@ -26,6 +26,7 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
+from lit_rlkv.runs.preflight import check_critics
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
@@ -134,19 +135,9 @@ def make_roles(context: RunContext, start: str | Path) -> Roles:
         ConfigError: the starting model lacks what the layout and the algorithm need.
     """
     cfg, settings = context.cfg, context.cfg.roles
-    needed = cfg.needed_roles
     critic = critic_dir(start)
     reward_head = load_reward_head(critic)
-    if critic != start and LAYOUTS[settings.layout].shares_critic and needed & set(CRITICS):
-        raise ConfigError(
-            f"roles={settings.layout} has one backbone for policy and critics, but {start} holds a reward "
-            f"model with weights of its own; use roles=dynamic_lora, or train with sft.joint=true"
-        )
-    if "value" in needed and settings.value_init == "reward" and reward_head is None:
-        raise ConfigError(
-            f"roles.value_init=reward starts the critic from the reward head, and {start} has none; use "
-            "roles.value_init=zero, or train on preference pairs (stages=[sft,...], sft.n_pairs)"
-        )
+    check_critics(cfg, str(start), has_head=reward_head is not None, is_apart=critic != start)
 
     def load(role: str) -> PreTrainedModel:
         backbone = load_backbone(context, critic if role in CRITICS else start)
@@ -160,7 +151,7 @@ def make_roles(context: RunContext, start: str | Path) -> Roles:
             settings.layout,
             load,
             lora=LoraSpec(settings.rank, settings.alpha, modules),
-            needed=needed,
+            needed=cfg.needed_roles,
             reward_head=reward_head,
             value_head=reward_head if settings.value_init == "reward" else None,
             checkpoints_layers=settings.gradient_checkpointing,

@@ -1,12 +1,12 @@
 """What a config names, built once and checked: classes of the right kind, and objects that fit each other."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from hydra.utils import get_object
 from lightning import Callback
 from omegaconf import DictConfig
 from torch.optim import Optimizer
@@ -19,7 +19,8 @@ from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.kvcache.policies import DENSE
+from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
@@ -40,7 +41,7 @@ class Parts:
     correction: Correction
     optimizer: Callable[[list[Any]], Optimizer]
     sft_optimizer: Callable[[list[Any]], Optimizer]
-    module: Callable[..., PolicyModule]
+    module: partial[PolicyModule]
     """Makes the module of the algorithm from roles and an optimizer."""
     reward_functions: dict[str, RewardFunction]
     distillation: RLCallback | None
@@ -72,6 +73,26 @@ class CheckedConfig(Config):
             needed |= set(getattr(callback, "needs", ()))
         return needed
 
+    def evaluation_caches(self, policies: Sequence[str] | None = None) -> list[CacheSpec]:
+        """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
+
+        Args:
+            policies: eviction policies; None: the run's.
+
+        Raises:
+            ValueError: a budget is too small for the cache's sink and window.
+        """
+        own = self.parts.cache
+        chosen = [name for name in dict.fromkeys(policies or [self.cache.policy]) if name != DENSE]
+        budgets = sorted({*self.evaluation.budgets, self.cache.budget}, reverse=True)
+        options = {self.cache.policy: own.policy_options}  # other policies have other options
+        sparse = [
+            replace(own, policy=policy, budget=budget, policy_options=options.get(policy, {}))
+            for policy in chosen
+            for budget in budgets
+        ]
+        return [CacheSpec.dense(), *sparse]
+
 
 def checked_config(cfg: DictConfig) -> CheckedConfig:
     """Build what a composed config names, and check that the objects fit each other.
@@ -82,9 +103,13 @@ def checked_config(cfg: DictConfig) -> CheckedConfig:
     config = parse_config(cfg)
     check_targets(config.source)
     checked = CheckedConfig(**vars(config), parts=build_parts(config))
+    with as_config_errors("evaluation.budgets"):
+        checked.evaluation_caches()
     _check_algorithm(checked)
     _check_reward(checked)
-    _check_roles(checked)
+    if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
+        has_head, is_apart = config.sft.trains_reward_head, not config.sft.joint
+        check_critics(checked, "the model of the SFT stage", has_head=has_head, is_apart=is_apart)
     _check_reference_sync(checked)
     _check_trained_weights(checked)
     return checked
@@ -96,27 +121,61 @@ def build_parts(cfg: Config) -> Parts:
     Raises:
         ConfigError: an object cannot be built, or is of the wrong kind.
     """
-    _check_kinds(cfg)
-    task = build_task(cfg)
-    callbacks = build_user_callbacks(cfg)
-    make_optimizer = _build_optimizer("optimizer", cfg.optimizer)
-    make_sft_optimizer = _build_optimizer("sft.optimizer", cfg.sft.optimizer)
+    preset = cfg.model.preset
+    require(
+        not preset or bool(preset.get("_partial_")),
+        "model.preset must have _partial_: true, as the run adds arguments; add +model.preset._partial_=true",
+    )
     with as_config_errors("cache"):
         cache = CacheSpec(**vars(cfg.cache))
     return Parts(
-        task=task,
+        task=build_task(cfg),
         cache=cache,
-        advantage=build(cfg.algorithm.advantage),
+        advantage=_built("algorithm.advantage", cfg.algorithm.advantage, AdvantageEstimator),
         correction=build(cfg.correction),
-        optimizer=make_optimizer,
-        sft_optimizer=make_sft_optimizer,
-        module=build(cfg.algorithm.loss),
+        optimizer=_build_optimizer("optimizer", cfg.optimizer),
+        sft_optimizer=_build_optimizer("sft.optimizer", cfg.sft.optimizer),
+        module=_build_module(cfg.algorithm),
         reward_functions=build_reward_functions(cfg.reward),
         distillation=None if cfg.distillation is None else build(cfg.distillation),
         diagnostics=[build(node) for node in cfg.diagnostics.values() if node is not None],
-        user_callbacks=callbacks,
+        user_callbacks=build_user_callbacks(cfg),
         logger=None if cfg.logger is None else build(cfg.logger),
     )
+
+
+def _built(name: str, node: Any, kind: type) -> Any:
+    """Return the object of a key, which must be of a kind."""
+    require(
+        isinstance(node, DictConfig) and "_target_" in node,
+        f"{name}={node} must name a {kind.__name__} in _target_; give {name}._target_",
+    )
+    try:
+        found = build(node)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    require(
+        isinstance(found, kind),
+        f"{name}._target_={node._target_} must be a {kind.__module__}.{kind.__name__}",
+    )
+    return found
+
+
+def _build_module(algorithm: AlgorithmConfig) -> "partial[PolicyModule]":
+    """Return the function that makes the module of an algorithm, after a check of its options."""
+    make, target = build(algorithm.loss), algorithm.loss._target_
+    require(
+        isinstance(make, partial) and inspect.isclass(make.func) and issubclass(make.func, PolicyModule),
+        f"algorithm.loss._target_={target} must be a subclass of {PolicyModule.__module__}.PolicyModule, "
+        "with _partial_: true, as the run adds arguments",
+    )
+    missing = [name for name in make.func.required_options if name not in make.keywords]
+    require(
+        not missing, f"algorithm.loss lacks {', '.join(missing)}; {make.func.__name__} needs each of them"
+    )
+    with as_config_errors(target):
+        make.func.check_options(**make.keywords)
+    return cast("partial[PolicyModule]", make)
 
 
 def build_task(cfg: Config) -> Task:
@@ -129,11 +188,9 @@ def build_task(cfg: Config) -> Task:
     meter.start(0, 100)
     try:
         with reading_progress(lambda n_done, n_total: meter.show(100 * n_done / n_total, 100, {})):
-            task = build(cfg.task)
+            return cast(Task, _built("task", cfg.task, Task))
     finally:
         meter.stop()
-    require(isinstance(task, Task), f"task._target_={cfg.task._target_} must be a lit_rlkv.tasks.Task")
-    return cast(Task, task)
 
 
 def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optimizer]:
@@ -159,7 +216,12 @@ def _check_algorithm(cfg: CheckedConfig) -> None:
         f"algorithm.group_size={algorithm.group_size}: {type(advantage).__name__} compares responses to one "
         f"prompt; give at least {advantage.min_group_size}",
     )
-    _check_loss(algorithm, advantage)
+    module = cast("type[PolicyModule]", cfg.parts.module.func)
+    require(
+        isinstance(advantage, module.advantage_estimator),
+        f"algorithm.advantage: {module.__name__} learns from {module.advantage_estimator.__name__}, not from "
+        f"{type(advantage).__name__}; choose an algorithm and change its options",
+    )
     is_pairwise = isinstance(advantage, PairAdvantage)
     _check_parts(algorithm, cfg.rollout.n_prompts, is_pairwise=is_pairwise)
     kl, n_rows = algorithm.kl, cfg.rollout.n_prompts * algorithm.group_size
@@ -180,19 +242,6 @@ def _check_algorithm(cfg: CheckedConfig) -> None:
         f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
         f"n_iterations={algorithm.n_iterations} with one",
     )
-
-
-def _check_loss(algorithm: AlgorithmConfig, advantage: AdvantageEstimator) -> None:
-    module = get_object(algorithm.loss._target_)
-    require(
-        isinstance(advantage, module.advantage_estimator),
-        f"algorithm.advantage: {module.__name__} learns from {module.advantage_estimator.__name__}, not from "
-        f"{type(advantage).__name__}; choose an algorithm and change its options",
-    )
-    missing = [name for name in module.required_options if name not in algorithm.loss]
-    require(not missing, f"algorithm.loss lacks {', '.join(missing)}; {module.__name__} needs each of them")
-    with as_config_errors(algorithm.loss._target_):
-        module.check_options(**dict(named_items(algorithm.loss)))
 
 
 def _check_parts(algorithm: AlgorithmConfig, n_prompts: int, *, is_pairwise: bool, of: str = "") -> None:
@@ -221,19 +270,28 @@ def _check_reward(cfg: CheckedConfig) -> None:
     )
 
 
-def _check_roles(cfg: CheckedConfig) -> None:
-    has_critic, trains_head = cfg.parts.has_critic, cfg.sft.trains_reward_head
+def check_critics(cfg: CheckedConfig, start: str, *, has_head: bool, is_apart: bool) -> None:
+    """Check that the model that RL starts from has what the critics of the run need.
+
+    Args:
+        start: the model, for errors.
+        has_head: True if it has a reward head.
+        is_apart: True if its reward model has weights of its own.
+
+    Raises:
+        ConfigError: it lacks something.
+    """
+    settings, critics = cfg.roles, cfg.needed_roles & set(CRITICS)
     require(
-        not has_critic or cfg.roles.value_init == "zero" or "sft" not in cfg.stages or trains_head,
-        "roles.value_init=reward starts the critic from the reward head, but sft trains none; use "
-        "roles.value_init=zero, or raise sft.n_pairs and sft.reward_weight",
+        "value" not in critics or settings.value_init == "zero" or has_head,
+        f"roles.value_init=reward starts the critic from the reward head, and {start} has none; use "
+        "roles.value_init=zero, or train on preference pairs (stages=[sft,...], sft.n_pairs, "
+        "sft.reward_weight)",
     )
-    is_apart = "sft" in cfg.stages and not cfg.sft.joint
-    uses_critic = cfg.reward.learned != 0 or has_critic
     require(
-        not (is_apart and uses_critic and LAYOUTS[cfg.roles.layout].shares_critic),
-        f"roles.layout={cfg.roles.layout} has one backbone for policy and critics, but sft.joint=false "
-        "trains a reward model with weights of its own; use sft.joint=true, or roles=dynamic_lora",
+        not (is_apart and critics and LAYOUTS[settings.layout].shares_critic),
+        f"roles.layout={settings.layout} has one backbone for policy and critics, but {start} has a reward "
+        "model with weights of its own; use roles=dynamic_lora, or train with sft.joint=true",
     )
 
 
@@ -304,23 +362,6 @@ def check_shares(cfg: CheckedConfig, n_ranks: int) -> None:
         )
 
 
-def _check_kinds(cfg: Config) -> None:
-    """Refuse an algorithm or model preset of the wrong kind."""
-    kinds: dict[str, type] = {"advantage": AdvantageEstimator, "loss": PolicyModule}
-    for part, kind in kinds.items():
-        target = getattr(cfg.algorithm, part)._target_
-        found = get_object(target)
-        require(
-            inspect.isclass(found) and issubclass(found, kind),
-            f"algorithm.{part}._target_={target} must be a subclass of {kind.__module__}.{kind.__name__}",
-        )
-    for name, node in {"algorithm.loss": cfg.algorithm.loss, "model.preset": cfg.model.preset}.items():
-        require(
-            not node or bool(node.get("_partial_")),
-            f"{name} must have _partial_: true, as the run adds arguments; add +{name}._partial_=true",
-        )
-
-
 def build_user_callbacks(cfg: Config) -> list[Callback]:
     """Build the callbacks under `user_callbacks`, in the order of the config.
 
@@ -330,11 +371,7 @@ def build_user_callbacks(cfg: Config) -> list[Callback]:
     callbacks = []
     for name, node in named_items(cfg.user_callbacks):
         where = f"user_callbacks.{name}"
-        if not isinstance(node, DictConfig) or "_target_" not in node:
-            raise ConfigError(
-                f"{where}={node} must name a callback; give {where}._target_=mypackage.callbacks.MyCallback"
-            )
-        callbacks.append(build(node))
+        callbacks.append(_built(where, node, Callback))
         with as_config_errors(where):
             check_hooks(callbacks[-1:])
     return callbacks
@@ -346,23 +383,10 @@ def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
     Raises:
         ConfigError: a node names no reward function, or the weights and names cannot work.
     """
-    functions = {}
-    for name, node in named_items(cfg.functions):
-        where = f"reward.functions.{name}"
-        require(
-            isinstance(node, DictConfig) and "_target_" in node,
-            f"{where} must name a reward function, got {node}; give {where}._target_, such as "
-            "lit_rlkv.rewards.Numeric",
-        )
-        try:
-            functions[name] = build(node)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        require(
-            isinstance(functions[name], RewardFunction),
-            f"{where}._target_ must be a reward function, got {node._target_}; choose one of "
-            "lit_rlkv.rewards",
-        )
+    functions = {
+        name: _built(f"reward.functions.{name}", node, RewardFunction)
+        for name, node in named_items(cfg.functions)
+    }
     with as_config_errors("reward"):
         RewardRule(cfg, functions)
     return functions

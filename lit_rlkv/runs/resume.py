@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.fabric import Fabric
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv import interrupts
 from lit_rlkv.config import AUTO, Config, ConfigError, quoted
 from lit_rlkv.config.parsing import STAGES
 from lit_rlkv.config.resumed import check_same_config, differences, read_config
-from lit_rlkv.config.targets import user_code
 from lit_rlkv.files import sweep_partial
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.reporting.progress import say
@@ -27,7 +26,6 @@ from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch,
 from lit_rlkv.runs.lock import BusyError, FolderLock
 from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.starting_model import SFT_MODELS
-from lit_rlkv.trust import KEY, trusted_modules
 
 log = logging.getLogger(__name__)
 LOG = "fit.log"
@@ -215,9 +213,6 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
     repeated = [one for one in overrides if re.match(r"\+{0,2}(trusted_modules=|logger[.=])", one)]
-    if used := user_code(OmegaConf.select(OmegaConf.load(run_dir / CONFIG), "reward.functions") or {}):
-        names = map(quoted, dict.fromkeys((*trusted_modules(), *used.values())))
-        repeated = [one for one in repeated if f"{KEY}=" not in one] + [f"{KEY}=[{','.join(names)}]"]
     command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *repeated])
     return f"{error}; resume with {command}", interrupts.EXIT_CODE
 

@@ -19,11 +19,12 @@ from lit_rlkv.callbacks.reference_sync import ReferenceSync
 from lit_rlkv.callbacks.reward_watch import RewardWatch
 from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
-from lit_rlkv.config import as_config_errors, require
+from lit_rlkv.config import AUTO, as_config_errors, require
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.files import atomic_dir, link_tree, read_if_there, read_json, write_atomically
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback, RunLogger, RunStart
 from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
@@ -41,6 +42,7 @@ from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.pass_size import halve_pass_limit
 from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
 from lit_rlkv.runs.starting_model import SFT_DONE
 from lit_rlkv.types import Rollout
@@ -162,10 +164,15 @@ class TrainingRun:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Open the logger and the reward workers; on several ranks, delay signals until all ranks agree."""
-        together = self.interruption.together(self.context.fabric.world_size)
-        with self.context.rewards, self.logger, together:
-            yield
+        """Open the logger and the reward workers."""
+        with self.context.rewards, self.logger:
+            try:
+                yield
+            except MemoryExhaustedError as error:
+                is_auto = self.context.cfg.fabric.tokens_per_pass == AUTO
+                if is_auto and error.tokens_per_pass is not None:
+                    halve_pass_limit(self.run_dir, error.tokens_per_pass)
+                raise
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,7 +28,6 @@ from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import evaluation_rows, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
-from lit_rlkv.runs.preflight import CheckedConfig
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.runs.training_run import TrainingRun
 from lit_rlkv.types import PreferencePair, Rollout
@@ -68,27 +67,6 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     run.save_results(must_succeed=True)
 
 
-def evaluation_caches(cfg: CheckedConfig, policies: Sequence[str] | None = None) -> list[CacheSpec]:
-    """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
-
-    Args:
-        policies: eviction policies; None: the run's.
-
-    Raises:
-        ValueError: a budget is too small for the cache's sink and window.
-    """
-    own = cfg.parts.cache
-    chosen = [name for name in dict.fromkeys(policies or [cfg.cache.policy]) if name != "dense"]
-    budgets = sorted({*cfg.evaluation.budgets, cfg.cache.budget}, reverse=True)
-    options = {cfg.cache.policy: own.policy_options}  # other policies have other options
-    sparse = [
-        replace(own, policy=policy, budget=budget, policy_options=options.get(policy, {}))
-        for policy in chosen
-        for budget in budgets
-    ]
-    return [CacheSpec.dense(), *sparse]
-
-
 def score_caches(
     context: RunContext,
     roles: Roles,
@@ -118,9 +96,7 @@ def score_caches(
         cfg.reward.max_failed,
         ranks_of(context.fabric),
         batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
-        tokens_per_pass=tokens_per_pass(
-            context, roles, roles.backbone("policy"), roles.layout.adapter["policy"]
-        ),
+        tokens_per_pass=tokens_per_pass(context, roles, roles.backbone("policy")),
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
@@ -140,7 +116,7 @@ def evaluate_policy(
     Raises:
         InterruptedRunError: a signal ended the run; the scores so far are lost.
     """
-    caches = evaluation_caches(context.cfg)
+    caches = context.cfg.evaluation_caches()
     rows, pictured = [], None
     scores = score_caches(context, roles, caches, interruption=interruption)
     for cache, found in zip(caches, scores, strict=True):
@@ -194,6 +170,6 @@ def evaluate_reward(
 ) -> RewardReport:
     """Score pairs with a head on the backbone in its current role."""
     longest = max(context.sizes.prompts) + max(*context.sizes.solutions, *context.sizes.rejected)
-    batch_size = max(tokens_per_pass(context, backbone, backbone, adapter=None) // longest, 1)
+    batch_size = max(tokens_per_pass(context, backbone, backbone) // longest, 1)
     with track("reward", len(pairs)) as advance, context.fabric.autocast():
         return score_pairs(backbone, head, context.tokenizer, pairs, batch_size, on_scored=advance)

@@ -69,7 +69,6 @@ def train_policy(
             context,
             module,
             module.roles.backbone("policy"),
-            module.roles.layout.adapter["policy"],
             # Distillation adds a forward of the policy under the other view.
             n_graphs=module.n_graphs + (cfg.distillation is not None),
         ),
@@ -97,6 +96,6 @@ def train_policy(
         learner_state=state.load(datamodule),
         max_grad_norm=algorithm.max_grad_norm,
         save=state.save,
-        update_context=lambda: explain_out_of_memory(datamodule.explain_update),
+        update_context=lambda: explain_out_of_memory(datamodule.explain_update, datamodule.tokens_at_once),
         interruption=interruption,
     )

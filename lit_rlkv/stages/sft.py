@@ -60,18 +60,10 @@ def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Pat
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next
     else:
-        say(run.console, why_skipped(run, Path(start)), stage="sft")
+        reason = "skipped" if "sft" in run.context.cfg.stages else "not in stages"
+        say(run.console, f"{reason}: start from {start}", stage="sft")
     run.keep_backbone(Path(start))
     return start
-
-
-def why_skipped(run: TrainingRun, start: Path) -> str:
-    """Return why there is no SFT stage, and the model that the run starts from instead."""
-    reason = "skipped" if "sft" in run.context.cfg.stages else "not in stages"
-    if not (start / SFT_DONE).is_file():
-        return f"{reason}: start from {start}"
-    owner = "this run" if run.run_dir in start.parents else "an earlier run"
-    return f"{reason}: start from the SFT model of {owner}, {start}"
 
 
 def run_sft(context: RunContext, callbacks: Sequence[Callback]) -> Path:
@@ -177,7 +169,7 @@ class SFTStage:
             reward_head=head,
             checkpoints_layers=context.cfg.roles.gradient_checkpointing,
         )
-        datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone, adapter=None))
+        datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
         run_state = RunState(context.fabric, module, self.checkpoints, self.every, resumed)
@@ -202,7 +194,8 @@ class SFTStage:
                     f"out of memory in the SFT stage; set fabric.tokens_per_pass below "
                     f"{datamodule.tokens_per_pass}, which helps while a pass holds more than one sequence, "
                     "or roles.gradient_checkpointing=true"
-                )
+                ),
+                lambda: datamodule.tokens_per_pass,
             ),
             interruption=self.interruption,
         )

@@ -89,10 +89,6 @@ BEFORE_TORCH = {
     "optimizer.lr=0": "optimizer.lr",
     "seed=abc": "seed must be a whole number",
     "cache.interval=0": "cache.interval",
-    "cache.budget=3": "sink + window + 1 = 5, got 3",
-    "cache.policy=lru": "dense, streaming, ",
-    "cache.policy=snapkv +cache.policy_options.pool=3": "policy_options",
-    "cache.policy=mypackage.policies.Mine": "trusted_modules=[mypackage]",
 }
 
 

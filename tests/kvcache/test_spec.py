@@ -4,7 +4,6 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from lit_rlkv.cache_rules import POLICY_NAMES
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 
 
@@ -48,21 +47,15 @@ def test_an_unknown_policy_is_refused_with_the_ones_to_choose_from():
 @pytest.mark.parametrize("value", [0.5, 64.0, True, "64", None])
 def test_counts_that_are_no_integers_are_refused(name: str, value: object):
     settings: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=rf"cache\.{name} must be an integer, got .*; give a whole number"):
+    with pytest.raises(ValueError, match=rf"cache\.{name} must be a whole number of at least .*, got"):
         CacheSpec(**settings)
 
 
 @pytest.mark.parametrize(("name", "least"), [("budget", 1), ("interval", 1), ("sink", 0), ("window", 1)])
 def test_counts_below_their_least_are_refused(name: str, least: int):
     settings: dict[str, Any] = {name: least - 1}
-    with pytest.raises(
-        ValueError, match=rf"cache\.{name} must be at least {least}, got {least - 1}; raise it"
-    ):
+    with pytest.raises(ValueError, match=rf"cache\.{name} must be .* at least {least}, got {least - 1}"):
         CacheSpec(**settings)
-
-
-def test_the_config_knows_the_names_of_all_policies_without_importing_them():
-    assert tuple(POLICIES) == POLICY_NAMES
 
 
 @pytest.mark.parametrize("policy", ["dense", "snapkv"])

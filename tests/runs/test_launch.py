@@ -152,8 +152,8 @@ def ends_with_first(watches, within_s):
 
     def wait():
         first = os.getppid()
-        os.write(held_open, str(os.getpid()).encode())
         watches(first, over)
+        os.write(held_open, str(os.getpid()).encode())
         signal.pause()
 
     first = forked(lambda: (forked(wait), signal.pause()))

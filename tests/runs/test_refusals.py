@@ -91,7 +91,7 @@ MISTAKES = [
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
         ["+reward.functions.a={weight: 1}"],
-        "reward.functions.a must name a reward function, got {'weight': 1}; give reward.functions.a._tar",
+        "reward.functions.a={'weight': 1} must name a RewardFunction in _target_",
     ),
     (
         ["+reward.functions.a={_target_: lit_rlkv.tasks.ChainSum}"],
@@ -197,7 +197,7 @@ MISTAKES = [
     (["roles.target_modules=5"], "roles.target_modules must be a text or a list, each a text, got 5"),
     (
         ["algorithm=ppo", "roles.value_init=reward", "sft.n_pairs=0"],
-        "roles.value_init=reward starts the critic from the reward head, but sft trains none",
+        "roles.value_init=reward starts the critic from the reward head, and the model of the SFT stage has",
     ),
     (
         [

@@ -106,7 +106,9 @@ def test_the_critic_sees_what_the_config_says(runs, joint):
 
 @pytest.mark.parametrize("layout", ["hydra", "j_hydra"])
 def test_one_backbone_contradicts_a_reward_model_with_its_own_weights(runs, apart, layout):
-    with pytest.raises(ConfigError, match=f"roles={layout} has one backbone for policy and critics, but"):
+    with pytest.raises(
+        ConfigError, match=f"roles.layout={layout} has one backbone for policy and critics, but"
+    ):
         policy(runs, apart, "algorithm=ppo", f"roles={layout}")
 
 
