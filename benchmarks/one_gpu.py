@@ -1,6 +1,6 @@
 """A GRPO step of every method at the size of real models: what the owner of one GPU compares.
 
-    python benchmarks/one_gpu.py [OVERRIDES] [--shapes 0.5b] [--lengths 2048] [--bits 16] [--methods dense smd]
+    python benchmarks/one_gpu.py [OVERRIDES] [--shapes 0.5b] [--lengths 2048] [--bits 16] [--methods smd]
     python benchmarks/one_gpu.py model.path=Qwen/Qwen3-4B --shapes 4b      a real model of this shape
     python benchmarks/one_gpu.py --page                                    write docs/results/one_gpu.md
 
