@@ -46,7 +46,7 @@ ONE_OF_EACH_KERNEL = {
     "tests/kernels/test_slot_scores.py": "at_real_size and dtype0",
     "tests/rollout/test_compiled_layers.py": "the_same_tokens",
 }
-"""Files of GPU tests, and pytest's -k for the quick stage; compiled layers are a kernel of torch's compiler."""
+"""Files of GPU tests, and pytest's -k for the quick stage; compiled layers are among them."""
 KERNEL_TESTS = tuple(
     f"tests/kernels/test_{name}.py"
     for name in (
