@@ -55,8 +55,7 @@ CACHE = ("cache.policy=h2o", "cache.budget=1024", "cache.interval=128", "cache.s
 TOY_SHAPES = {"toy": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}}
 TOY_RESPONSES = {24: 4}
 TOY_CACHE = ("cache.policy=h2o", "cache.budget=8", "cache.interval=4", "cache.sink=1", "cache.window=2")
-GROUP_SIZE = 2
-N_ITERATIONS = 2
+GROUP_SIZE, N_ITERATIONS = 2, 2
 
 
 class Watch(RLCallback):
@@ -150,10 +149,8 @@ def context_of(args: argparse.Namespace, key: Row, folder: Path) -> RunContext:
         *("algorithm.n_minibatches=1", f"algorithm.n_iterations={N_ITERATIONS}"),
         f"callbacks.checkpoint_every={N_ITERATIONS}",
     ]
-    if not args.toy:
-        settings += ["fabric.precision=bf16-true", "roles.gradient_checkpointing=true"]
-    if key["bits"] == 4:
-        settings.append("fabric.quantization=4bit")
+    settings += [] if args.toy else ["fabric.precision=bf16-true", "roles.gradient_checkpointing=true"]
+    settings += ["fabric.quantization=4bit"] if key["bits"] == 4 else []
     cfg = composed("config", [*settings, *overrides])
     del cfg.hydra
     return replace(build_context(checked_config(cfg)), task=Digits())
@@ -213,15 +210,13 @@ def main() -> None:
         PAGE.write_text(written(record.rows(NAME)), encoding="utf-8")
         return
     args.folder.mkdir(parents=True, exist_ok=True)
-    limit, is_first = TimeLimit(args.minutes), True
+    limit = TimeLimit(args.minutes)
     found = {cell_name(key): record.find(NAME, **key) for key in cells(args)}
     todo = [key for key in cells(args) if args.again or not is_done(found[cell_name(key)])]
     # What has no row comes before what was cut off.
-    for key in sorted(todo, key=lambda key: found[cell_name(key)] is not None):
-        if limit.is_over:
-            break
-        measure(args, key, limit, is_first=is_first)
-        is_first = False
+    for number, key in enumerate(sorted(todo, key=lambda key: found[cell_name(key)] is not None)):
+        if not limit.is_over:
+            measure(args, key, limit, is_first=number == 0)
     n_left = sum(not is_done(record.find(NAME, **key)) for key in cells(args))
     print(f"{n_left} cells are left; start again to go on" if n_left else "all cells are measured")
     print("\n".join(table(latest(record.rows(NAME)), shape) for shape in args.shapes))
