@@ -78,13 +78,17 @@ class Step:
     n_tokens: int
 
 
-def write_model(folder: Path) -> None:
-    """Write a Qwen3 of random weights that never samples its end token, with its tokenizer."""
+def write_model(folder: Path, n_tokens: int | None = None, **shape: int) -> None:
+    """Write a Qwen3 of random weights that never samples its end token, with its tokenizer.
+
+    Args:
+        n_tokens: of the vocabulary; None: those of the tokenizer.
+        shape: arguments of `tiny_qwen3`.
+    """
     tokenizer = build_task_tokenizer()
     torch.manual_seed(0)
-    model = tiny_qwen3(
-        len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, num_hidden_layers=N_LAYERS
-    )
+    shape = {"num_hidden_layers": N_LAYERS} | shape
+    model = tiny_qwen3(n_tokens or len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, **shape)
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
         embeddings[:, 0] = FAR

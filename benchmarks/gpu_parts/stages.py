@@ -44,8 +44,9 @@ ONE_OF_EACH_KERNEL = {
     "tests/kernels/test_shadow_kernels.py": "at_real_sizes and dtype2 and 128-contiguous",
     "tests/kernels/test_evict.py": "moves_the_bits or captured",
     "tests/kernels/test_slot_scores.py": "at_real_size and dtype0",
+    "tests/rollout/test_compiled_layers.py": "the_same_tokens",
 }
-"""Files of GPU tests, and pytest's -k for the quick stage."""
+"""Files of GPU tests, and pytest's -k for the quick stage; compiled layers are among them."""
 KERNEL_TESTS = tuple(
     f"tests/kernels/test_{name}.py"
     for name in (
@@ -112,6 +113,7 @@ REAL = {
         "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs",
         "kernels.py --record --ops decode_attention --only 64,",
         f"{SHADOW} 16384_tokens,_budget_1024 --skip-flex",
+        "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs --compile-layers",
     ],
     # What has targets first: FlexAttention's compiler takes a minute for a length of shadow attention.
     "B": [

@@ -96,6 +96,7 @@ def quick(records: Records) -> Iterator[Figure]:
         f"shadow attention, {SHADOW_TOKENS} tokens, budget 1024, speed over torch's dense flash",
         f"shadow attention, {SHADOW_TOKENS} tokens, budget 1024, speed over dense cuDNN",
         "rollout",
+        "rollout, compiled layers",
     }
     yield from correctness(records)
     for figure in (*kernels(records), *rollout(records)):

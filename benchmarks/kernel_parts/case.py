@@ -159,10 +159,10 @@ def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> Case
     except Exception as error:
         if is_device_lost():
             raise
-        return Refusal(_reason(error), is_out_of_memory(error))
+        return Refusal(reason(error), is_out_of_memory(error))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return the first line of an error, and its type where it is not the check's."""
     first_line = str(error).strip().partition("\n")[0][:300]
     return first_line if isinstance(error, WrongKernelError) else f"{type(error).__name__}: {first_line}"
@@ -214,7 +214,7 @@ def _first_calls(case: Case, setting: Setting) -> tuple[dict[str, float], tuple[
         except Exception as error:  # whatever a backend raises: it is reported, and the others are measured
             if is_device_lost():
                 raise
-            failed.append(Failure(arm.name, _reason(error), is_out_of_memory(error)))
+            failed.append(Failure(arm.name, reason(error), is_out_of_memory(error)))
         release(setting.device)
     if case.prepare is not None:
         case.prepare()

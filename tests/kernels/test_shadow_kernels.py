@@ -230,6 +230,18 @@ def test_the_output_is_laid_out_for_the_projection_that_reads_it():
     assert lse.dtype == torch.float32
 
 
+def test_keys_that_a_whole_block_sees_stand_first_in_its_list():
+    # Blocks of 4 queries. Key 1 ends with the first query of block 1, key 2 with block 1, key 5 within it; no
+    # query sees key 3.
+    evicted_at = torch.tensor([[[NEVER, 5, 8, 3, NEVER, 6, NEVER, NEVER, NEVER]]], dtype=torch.int32)
+    case = make_case(9, 1, evicted_at, n_kv_heads=1).to(torch.float32).to(DEVICE)
+    inputs = launch.Inputs(case.query, case.key, case.value, case.evicted_at, 1.0, None, 4, 8)
+    table, n_listed = launch._table(inputs).values()
+    assert n_listed.tolist() == [[[[3, 0], [7, 2], [5, 4]]]]
+    keys = [(entries >> 8)[:n].tolist() for entries, (n, _) in zip(table[0, 0], n_listed[0, 0], strict=True)]
+    assert keys == [[0, 1, 2], [0, 2, 1, 4, 5, 6, 7], [0, 4, 6, 7, 8]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [None, 64, 128], ids=["contiguous", "blocks of 64", "blocks of 128"])
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])

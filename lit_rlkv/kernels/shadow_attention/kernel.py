@@ -6,11 +6,12 @@
     dq[q] = scaling Σ_k ds[q, k] k,  dk[k] = scaling Σ_q ds[q, k] q,  dv[k] = Σ_q p[q, k] d_out[q]
 
 Listed mode: `_table` writes, for every block of queries, the keys cached in it. `_forward` and
-`_query_gradients` read a dense list in the order of position and gather tiles of keys by it. `_key_gradients`
+`_query_gradients` read a dense list and gather tiles of keys by it. `_key_gradients`
 reads the keys by slot: a program owns a tile of slots and goes through the blocks with the gradients of the
 slots' keys in registers. Where a slot gets a new key, the finished row is stored and the next starts from 0.
 Contiguous mode: the same without tables, in the order of position up to the diagonal. Both modes are exact,
-because they test every pair of query and key.
+because they test every pair of query and key, but for the start of a list: keys that all queries of the block
+see.
 
 An entry of a table is `key << 8 | left`, where `left` counts the queries of the block before the key's
 eviction; 0 is an empty entry.
@@ -34,12 +35,21 @@ def _table(
     evicted_at, slot_of, table, n_listed, seq, n_slots,
     BLOCK: tl.constexpr, PLACED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of one block of queries: by slot if PLACED, otherwise in the order of position."""
+    """Write the table of one block of queries: by slot if PLACED, otherwise a list and its two lengths.
+
+    First in the list are the keys that all queries of the block see, then the others; both by position.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = block * BLOCK
     evicted_at += row * seq
     table += (row * tl.num_programs(1) + block) * n_slots
-    count = 0
+    n_whole, n_other = 0, 0
+    if not PLACED:
+        for start in range(0, first, CHUNK):
+            keys = start + tl.arange(0, CHUNK)
+            evictions = tl.load(evicted_at + keys, mask=keys < first, other=0)
+            n_other += tl.sum((evictions >= first + BLOCK).to(tl.int32), 0)
+    end_of_whole = n_other
     for start in range(0, tl.minimum(first + BLOCK, seq), CHUNK):
         keys = start + tl.arange(0, CHUNK)
         evictions = tl.load(evicted_at + keys, mask=keys < tl.minimum(first + BLOCK, seq), other=0)
@@ -47,13 +57,18 @@ def _table(
         if PLACED:
             place = tl.load(slot_of + row * seq + keys, mask=is_living, other=0)
         else:
-            place = count + tl.cumsum(is_living.to(tl.int32), 0) - 1
-            count += tl.sum(is_living.to(tl.int32), 0)
+            is_whole = (keys < first) & (evictions >= first + BLOCK)
+            whole, other = is_whole.to(tl.int32), (is_living & ~is_whole).to(tl.int32)
+            place = tl.where(is_whole, n_whole + tl.cumsum(whole, 0), n_other + tl.cumsum(other, 0)) - 1
+            n_whole += tl.sum(whole, 0)
+            n_other += tl.sum(other, 0)
         entry = (keys << 8) | tl.minimum(evictions - first, BLOCK)
         # A plan of another eviction table must not write elsewhere.
         tl.store(table + place, entry, mask=is_living & (place < n_slots))
     if not PLACED:
-        tl.store(n_listed + row * tl.num_programs(1) + block, tl.minimum(count, n_slots))
+        n_listed += 2 * (row * tl.num_programs(1) + block)
+        tl.store(n_listed, tl.minimum(n_other, n_slots))
+        tl.store(n_listed + 1, tl.minimum(end_of_whole, n_slots))
 
 
 @triton.jit
@@ -105,12 +120,15 @@ def _list_of(
     n_listed, row, first, seq, n_slots,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Return where the list of keys for the block of query `first` starts in the table, and its length."""
+    """Return where the list of keys for the block of query `first` starts in the table, and two lengths.
+
+    The lengths are those of the list, and of its start that all queries of the block see.
+    """
     if LISTED:
         block = row * tl.cdiv(seq, BLOCK) + first // BLOCK
-        return block * n_slots, tl.load(n_listed + block)
+        return block * n_slots, tl.load(n_listed + 2 * block), tl.load(n_listed + 2 * block + 1)
     else:  # not below the branch: Triton 3.6 compares the types of every return that it reads
-        return 0, tl.minimum(first + QUERIES, seq)
+        return 0, tl.minimum(first + QUERIES, seq), 0
 
 
 @triton.jit
@@ -130,7 +148,7 @@ def _forward(
     q = _rows(query + batch * query_b + head * query_h, queries, queries < seq, query_s, DIM, WIDTH)
     key += batch * key_b + head // GROUP * key_h
     value += batch * value_b + head // GROUP * value_h
-    list_start, n_places = _list_of(n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    list_start, n_places, n_whole = _list_of(n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
     if LISTED:  # Triton 3.6 returns no None from a function, which the table then is
         table += list_start
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -143,8 +161,9 @@ def _forward(
         )
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
         logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
-        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
-        logits = tl.where(is_visible, logits, float("-inf"))
+        if start + KEYS > n_whole:
+            is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
+            logits = tl.where(is_visible, logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         # Without a visible key so far, any finite number in place of -inf gives exp2(-inf) = 0.
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -182,7 +201,7 @@ def _query_gradients(
     shift = tl.load(delta + at, mask=is_query, other=0.0)
     key += batch * key_b + head // GROUP * key_h
     value += batch * value_b + head // GROUP * value_h
-    list_start, n_places = _list_of(n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
+    list_start, n_places, n_whole = _list_of(n_listed, row, first, seq, n_slots, BLOCK, QUERIES, LISTED)
     if LISTED:  # Triton 3.6 returns no None from a function, which the table then is
         table += list_start
     d_q = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -194,8 +213,10 @@ def _query_gradients(
         k = _rows(key, keys, is_key, key_s, DIM, WIDTH)
         v = _rows(value, keys, is_key, value_s, DIM_V, WIDTH_V)
         logits = _base2(tl.dot(q, tl.trans(k), input_precision=PRECISION), inner, outer, CAPPED)
-        is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
-        weights = tl.where(is_visible, tl.exp2(logits - level[:, None]), 0.0)
+        weights = tl.exp2(logits - level[:, None])
+        if start + KEYS > n_whole:
+            is_visible = (keys[None, :] <= queries[:, None]) & (queries[:, None] < evictions[None, :])
+            weights = tl.where(is_visible, weights, 0.0)
         d_weights = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         d_logits = weights * (d_weights - shift[:, None])
         if CAPPED:

@@ -201,8 +201,8 @@ def _deltas(out: Tensor, d_out: Tensor, d_lse: Tensor) -> Float[Tensor, "batch h
 def _table(inputs: Inputs, slot_of: Tensor | None = None) -> dict[str, Tensor | None]:
     """Return the keys cached in each block of queries [batch head block slot]; None in contiguous mode.
 
-    With `slot_of` each key stands in its slot, and empty slots are 0. Without it the keys are a list in the
-    order of position, of length `n_listed`.
+    With `slot_of` each key stands in its slot, and empty slots are 0. Without it the keys are a list;
+    `n_listed` [batch head block 2] has its length, and how many at its start all queries of the block see.
     """
     if not inputs.n_slots:
         return {"table": None, "n_listed": None}
@@ -210,7 +210,7 @@ def _table(inputs: Inputs, slot_of: Tensor | None = None) -> dict[str, Tensor | 
     shape = (batch, n_tables, inputs.n_blocks)
     allocate = inputs.evicted_at.new_empty if slot_of is None else inputs.evicted_at.new_zeros
     table = allocate(*shape, inputs.n_slots)
-    n_listed = inputs.evicted_at.new_empty(shape) if slot_of is None else None
+    n_listed = inputs.evicted_at.new_empty(*shape, 2) if slot_of is None else None
     kernel._table[batch * n_tables, inputs.n_blocks](
         evicted_at=inputs.evicted_at,
         slot_of=slot_of,
