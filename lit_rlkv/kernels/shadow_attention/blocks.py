@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -189,8 +189,8 @@ class _BlockAttention(torch.autograd.Function):
 
 def _gathered(
     query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, keys: list[Tensor]
-) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor, Bool[Tensor, "row 1 query key"]], Tensor]]:
-    """Yield query, key, value and visible pairs of each block, and the indices of its keys in `_by_key`."""
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    """Yield query, key, value and visible pairs [row 1 query key] of each block, and its keys in `_by_key`."""
     n_tables, seq = evicted_at.shape[1:]
     by_key = [_by_key(t, n_tables) for t in (key, value)]
     tables = evicted_at.flatten(0, 1)
