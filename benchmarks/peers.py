@@ -32,6 +32,7 @@ import torch
 from peers_parts.reward import share_of_digits
 from rich.console import Console
 from text_table import text_table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import composed
@@ -76,6 +77,8 @@ class Step:
 
     seconds: dict[str, float]
     n_tokens: int
+    peak_mib: int = 0
+    """Most memory that a process of its own has held so far."""
 
 
 def write_model(folder: Path) -> None:
@@ -85,6 +88,11 @@ def write_model(folder: Path) -> None:
     model = tiny_qwen3(
         len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, num_hidden_layers=N_LAYERS
     )
+    save_endless(model, tokenizer, folder)
+
+
+def save_endless(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a model of random weights and its tokenizer; it never samples its end token."""
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
         embeddings[:, 0] = FAR
@@ -165,15 +173,21 @@ def train_here(context: RunContext, folder: Path, *more: RLCallback) -> list[Ste
     return watch.steps
 
 
-class Trl:
-    """TRL's trainer in a process of its own.
+class TrainerProcess:
+    """A trainer in a process of its own.
 
     Args:
-        cache: fields of `EvictingGRPOConfig`, for `EvictingGRPOTrainer`; None: TRL's own trainer.
+        cache: fields of `EvictingGRPOConfig`, for `EvictingGRPOTrainer`; None: TRL's own trainer; a list:
+            settings of this project, for its own loop.
     """
 
     def __init__(
-        self, python: str, folder: Path, n_steps: int, cache: dict[str, Any] | None = None, name: str = "trl"
+        self,
+        python: str,
+        folder: Path,
+        n_steps: int,
+        cache: dict[str, Any] | list[str] | None = None,
+        name: str = "trl",
     ) -> None:
         source = PromptSource(Digits(), split="train", seed=derive_seed(0, "prompts", "rl"))
         settings = {
@@ -183,10 +197,10 @@ class Trl:
             "prompts": [problem.prompt for problem in source.take(N_PROMPTS * n_steps)],
         }
         (folder / "peers.json").write_text(json.dumps(settings))
-        script = Path(__file__).parent / "peers_parts" / "trl_steps.py"
+        script = "our_steps.py" if isinstance(cache, list) else "trl_steps.py"
         self.log = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
-            [python, str(script), str(folder)],
+            [python, str(Path(__file__).parent / "peers_parts" / script), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -216,7 +230,7 @@ class Trl:
             self.process.wait()
             self.log.seek(0)
             last = self.log.read().strip().splitlines()[-1:] or ["it wrote nothing"]
-            raise SystemExit(f"error: TRL's process ended: {last[0]}; see --trl-python in --help")
+            raise SystemExit(f"error: the trainer's process ended: {last[0]}; see --trl-python in --help")
         return dict(json.loads(line))
 
 
@@ -247,7 +261,7 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
         folder = Path(name)
         write_model(folder)
         context = context_of(folder, CACHES[cache], n_steps, overrides)
-        theirs = Trl(python, folder, n_steps)
+        theirs = TrainerProcess(python, folder, n_steps)
         ours = train_here(context, folder / "ours", Alternate(theirs.step))
         theirs.close()
     both = {"ours": ours, "trl": theirs.steps}

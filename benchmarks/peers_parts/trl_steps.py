@@ -9,6 +9,7 @@ Each line on stdin runs one step, and one line of JSON on stdout gives its secon
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -49,7 +50,8 @@ class Steps(TrainerCallback):
             "update": ended_at - self.scored_at,
             "total": ended_at - self.started_at,
         }
-        self.say(seconds=seconds, n_tokens=self.n_tokens)
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.say(seconds=seconds, n_tokens=self.n_tokens, peak_mib=peak_kib // 1024)
 
     def timed_generate(self, generate: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
