@@ -190,7 +190,7 @@ class _BlockAttention(torch.autograd.Function):
 def _gathered(
     query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, keys: list[Tensor]
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """Yield query, key, value and visible pairs [row 1 query key] of each block, and its keys in `_by_key`."""
+    """Yield query, key, value and mask [row 1 query key] of each block, and its keys in `_by_key`."""
     n_tables, seq = evicted_at.shape[1:]
     by_key = [_by_key(t, n_tables) for t in (key, value)]
     tables = evicted_at.flatten(0, 1)
