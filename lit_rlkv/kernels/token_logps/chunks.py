@@ -27,20 +27,15 @@ ChunkFunction = Callable[..., tuple[Tensor, ...]]
 def in_chunks(
     function: ChunkFunction, *tensors: Tensor, size: int, stores_gradients: bool
 ) -> tuple[Tensor, ...]:
-    """Apply `function` to `size` positions at a time; the backward pass computes the logits again.
-
-    It stores those of the last chunk, with which it begins: to compute them again would take no less memory.
+    """Apply `function` to `size` positions at a time; logits are not stored for the backward pass.
 
     Args:
         stores_gradients: compute and store the gradients in the forward pass, instead of recomputing the
             logits in the backward pass. Valid only if nothing but `tensors` needs a gradient.
     """
-    *earlier, last = zip(*(torch.split(t, size) for t in tensors), strict=True)
-    apply = function
     if torch.is_grad_enabled():
-        apply = partial(_store_gradients if stores_gradients else _recompute, function)
-    outputs = [apply(*chunk) for chunk in earlier]
-    outputs.append(apply(*last) if stores_gradients else function(*last))
+        function = partial(_store_gradients if stores_gradients else _recompute, function)
+    outputs = [function(*chunk) for chunk in zip(*(torch.split(t, size) for t in tensors), strict=True)]
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
