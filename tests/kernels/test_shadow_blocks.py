@@ -104,6 +104,11 @@ def test_lists_hold_the_keys_of_a_block_alone_and_short_or_full_sequences_have_n
     assert blocks._keys_of_blocks(TABLES["windows"][..., :16]) is None
 
 
+def test_a_batch_without_rows_is_none():
+    empty = torch.empty(0, 2, 61, 4)
+    assert blocks.shadow_attention(empty, empty, empty, torch.empty(0, 1, 61).int(), 0.5).shape == empty.shape
+
+
 def saved_numbers(attend, case: Case) -> int:
     """Numbers that autograd holds between forward and backward pass."""
     held: dict[int, int] = {}

@@ -85,7 +85,7 @@ def _causal_ranges(evicted_at: Int[Tensor, "batch table seq"]) -> list[tuple[int
     see any.
     """
     seq = evicted_at.shape[-1]
-    if seq <= SHORT:
+    if seq <= SHORT or not len(evicted_at):
         return None
     lowest, highest = evicted_at.amin(1), evicted_at.amax(1)
     is_key = highest > 0
@@ -119,7 +119,7 @@ def _keys_of_blocks(evicted_at: Int[Tensor, "batch table seq"]) -> list[Int[Tens
     not see. None if the definition is faster.
     """
     seq = evicted_at.shape[-1]
-    if seq <= SHORT:
+    if seq <= SHORT or not len(evicted_at):
         return None
     blocks = CachedBlocks(evicted_at.flatten(0, 1), BLOCK)
     if seq < LONG and float(blocks.work()) > MAX_WORK:
