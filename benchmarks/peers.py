@@ -3,8 +3,8 @@
     python benchmarks/peers.py [--trl-python PYTHON] [--rounds 9] [--record]
 
 The same Qwen3 of random weights (the default run's preset with four layers), tokenizer, prompts, reward,
-number of responses and tokens, AdamW, and one thread. Steps of both alternate, so that a busy machine slows
-both.
+number of responses and tokens, AdamW, and one thread. Seconds are the process's own on the processor, which
+other work on the machine does not lengthen; steps of both alternate, because it slows caches and memory.
 The embedding of the end token is such that it is never sampled: all responses have the same length.
 
 TRL runs in a process of its own, with any Python that has `trl` and `datasets`:
@@ -73,7 +73,7 @@ class Digits(ChainSum):
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the parts of a step by `PHASES`, and the tokens that it sampled."""
+    """Seconds on the processor of the parts of a step by `PHASES`, and the tokens that it sampled."""
 
     seconds: dict[str, float]
     n_tokens: int
@@ -131,17 +131,17 @@ class Watch(RLCallback):
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
         if phase in self._at:
-            self._at[phase] = time.perf_counter()
+            self._at[phase] = time.process_time()
 
     def on_phase_end(self, phase: str, iteration: int) -> None:
         if phase == "rollout":
-            self._sampled_at = time.perf_counter()
+            self._sampled_at = time.process_time()
 
     def on_rollout_end(self, experience: Any) -> None:
         self._n_tokens = int(experience.rollout.response_mask.sum())
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        ended_at = time.perf_counter()
+        ended_at = time.process_time()
         seconds = {
             "generate": self._sampled_at - self._at["rollout"],
             "score": self._at["update"] - self._sampled_at,
