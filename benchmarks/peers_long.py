@@ -1,4 +1,4 @@
-"""Seconds on the processor and peak memory of a GRPO step at long responses on a CPU, beside TRL's GRPOTrainer.
+"""Processor seconds and peak memory of a GRPO step at long responses on a CPU, beside GRPOTrainer of TRL.
 
     python benchmarks/peers_long.py [--lengths 256 1024 2048] [--rounds 1] [--record]
     python benchmarks/peers_long.py --table        the rows of the last records, as in the docs
