@@ -3,8 +3,8 @@
     python benchmarks/peers.py [--trl-python PYTHON] [--rounds 9] [--record]
 
 The same Qwen3 of random weights (the default run's preset with four layers), tokenizer, prompts, reward,
-number of responses and tokens, AdamW, and one thread. Steps of both alternate, so that a busy machine slows
-both.
+number of responses and tokens, AdamW, and one thread. Seconds are the process's own on the processor, which
+other work on the machine does not lengthen; steps of both alternate, because it slows caches and memory.
 The embedding of the end token is such that it is never sampled: all responses have the same length.
 
 TRL runs in a process of its own, with any Python that has `trl` and `datasets`:
@@ -32,6 +32,7 @@ import torch
 from peers_parts.reward import share_of_digits
 from rich.console import Console
 from text_table import text_table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import composed
@@ -72,10 +73,12 @@ class Digits(ChainSum):
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the parts of a step by `PHASES`, and the tokens that it sampled."""
+    """Seconds on the processor of the parts of a step by `PHASES`, and the tokens that it sampled."""
 
     seconds: dict[str, float]
     n_tokens: int
+    peak_mib: int = 0
+    """Most memory that a process of its own has held so far."""
 
 
 def write_model(folder: Path, n_tokens: int | None = None, **shape: int) -> None:
@@ -89,6 +92,11 @@ def write_model(folder: Path, n_tokens: int | None = None, **shape: int) -> None
     torch.manual_seed(0)
     shape = {"num_hidden_layers": N_LAYERS} | shape
     model = tiny_qwen3(n_tokens or len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, **shape)
+    save_endless(model, tokenizer, folder)
+
+
+def save_endless(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a model of random weights and its tokenizer; it never samples its end token."""
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
         embeddings[:, 0] = FAR
@@ -127,17 +135,17 @@ class Watch(RLCallback):
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
         if phase in self._at:
-            self._at[phase] = time.perf_counter()
+            self._at[phase] = time.process_time()
 
     def on_phase_end(self, phase: str, iteration: int) -> None:
         if phase == "rollout":
-            self._sampled_at = time.perf_counter()
+            self._sampled_at = time.process_time()
 
     def on_rollout_end(self, experience: Any) -> None:
         self._n_tokens = int(experience.rollout.response_mask.sum())
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        ended_at = time.perf_counter()
+        ended_at = time.process_time()
         seconds = {
             "generate": self._sampled_at - self._at["rollout"],
             "score": self._at["update"] - self._sampled_at,
@@ -169,15 +177,21 @@ def train_here(context: RunContext, folder: Path, *more: RLCallback) -> list[Ste
     return watch.steps
 
 
-class Trl:
-    """TRL's trainer in a process of its own.
+class TrainerProcess:
+    """A trainer in a process of its own.
 
     Args:
-        cache: fields of `EvictingGRPOConfig`, for `EvictingGRPOTrainer`; None: TRL's own trainer.
+        cache: fields of `EvictingGRPOConfig`, for `EvictingGRPOTrainer`; None: TRL's own trainer; a list:
+            settings of this project, for its own loop.
     """
 
     def __init__(
-        self, python: str, folder: Path, n_steps: int, cache: dict[str, Any] | None = None, name: str = "trl"
+        self,
+        python: str,
+        folder: Path,
+        n_steps: int,
+        cache: dict[str, Any] | list[str] | None = None,
+        name: str = "trl",
     ) -> None:
         source = PromptSource(Digits(), split="train", seed=derive_seed(0, "prompts", "rl"))
         settings = {
@@ -187,10 +201,10 @@ class Trl:
             "prompts": [problem.prompt for problem in source.take(N_PROMPTS * n_steps)],
         }
         (folder / "peers.json").write_text(json.dumps(settings))
-        script = Path(__file__).parent / "peers_parts" / "trl_steps.py"
+        script = "our_steps.py" if isinstance(cache, list) else "trl_steps.py"
         self.log = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
-            [python, str(script), str(folder)],
+            [python, str(Path(__file__).parent / "peers_parts" / script), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -220,7 +234,7 @@ class Trl:
             self.process.wait()
             self.log.seek(0)
             last = self.log.read().strip().splitlines()[-1:] or ["it wrote nothing"]
-            raise SystemExit(f"error: TRL's process ended: {last[0]}; see --trl-python in --help")
+            raise SystemExit(f"error: the trainer's process ended: {last[0]}; see --trl-python in --help")
         return dict(json.loads(line))
 
 
@@ -251,7 +265,7 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
         folder = Path(name)
         write_model(folder)
         context = context_of(folder, CACHES[cache], n_steps, overrides)
-        theirs = Trl(python, folder, n_steps)
+        theirs = TrainerProcess(python, folder, n_steps)
         ours = train_here(context, folder / "ours", Alternate(theirs.step))
         theirs.close()
     both = {"ours": ours, "trl": theirs.steps}

@@ -45,9 +45,9 @@ def compare(n_rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         peers.write_model(folder)
-        trainers = {TRL: peers.Trl(sys.executable, folder, n_steps)}
+        trainers = {TRL: peers.TrainerProcess(sys.executable, folder, n_steps)}
         for place, (who, cache) in enumerate(OURS.items()):
-            trainers[who] = peers.Trl(sys.executable, folder, n_steps, cache, f"ours{place}")
+            trainers[who] = peers.TrainerProcess(sys.executable, folder, n_steps, cache, f"ours{place}")
         for _ in range(n_steps):
             for trainer in trainers.values():
                 trainer.step()

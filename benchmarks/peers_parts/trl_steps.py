@@ -4,11 +4,12 @@ With a `cache` in peers.json the trainer is the EvictingGRPOTrainer of this pack
 
     python trl_steps.py FOLDER     FOLDER holds the model, its tokenizer and peers.json
 
-Each line on stdin runs one step, and one line of JSON on stdout gives its seconds.
+Each line on stdin runs one step, and one line of JSON on stdout gives its seconds on the processor.
 """
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -39,23 +40,24 @@ class Steps(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if not sys.stdin.readline():
             os._exit(0)
-        self.started_at = time.perf_counter()
+        self.started_at = time.process_time()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        ended_at = time.perf_counter()
+        ended_at = time.process_time()
         seconds = {
             "generate": self.generate_s,
             "score": self.scored_at - self.started_at - self.generate_s,
             "update": ended_at - self.scored_at,
             "total": ended_at - self.started_at,
         }
-        self.say(seconds=seconds, n_tokens=self.n_tokens)
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.say(seconds=seconds, n_tokens=self.n_tokens, peak_mib=peak_kib // 1024)
 
     def timed_generate(self, generate: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            started_at = time.perf_counter()
+            started_at = time.process_time()
             out = generate(*args, **kwargs)
-            self.generate_s = time.perf_counter() - started_at
+            self.generate_s = time.process_time() - started_at
             return out
 
         return call
@@ -63,7 +65,7 @@ class Steps(TrainerCallback):
     def reward(self, completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         rewards = [share_of_digits(completion) for completion in completions]
         self.n_tokens = sum(map(len, completion_ids))
-        self.scored_at = time.perf_counter()
+        self.scored_at = time.process_time()
         return rewards
 
     def say(self, **fields: Any) -> None:

@@ -18,14 +18,14 @@ from lit_rlkv.models.backbone import (
     learner_states,
     text_config,
 )
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import Rollout
 
 _Result = TypeVar("_Result")
 
 
 def dense_evicted_at(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
-    """Return the eviction table of a dense cache: 0 on padding, `NEVER` elsewhere."""
-    return torch.where(attention_mask, NEVER, 0).int()[:, None, None]
+    """Return the eviction table of a dense cache: 0 on padding, the end of each row elsewhere."""
+    return torch.where(attention_mask, _row_ends(attention_mask), 0).int()[:, None, None]
 
 
 def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
@@ -33,10 +33,14 @@ def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"
 
     Queries of padding then see nothing, and columns after a row's last token cost nothing.
     """
-    column = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
-    end = (column * rollout.attention_mask).amax(dim=1) + 1
-    evicted_at = torch.minimum(rollout.evicted_at, end[:, None, None, None].int())
-    return evicted_at.masked_fill(~rollout.attention_mask[:, None, None], 0)
+    ends = _row_ends(rollout.attention_mask)[:, None, None].int()
+    return torch.minimum(rollout.evicted_at, ends).masked_fill(~rollout.attention_mask[:, None, None], 0)
+
+
+def _row_ends(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1"]:
+    """Return the column after the last token of each row; queries from there on need no key."""
+    column = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return (column * attention_mask).amax(dim=1, keepdim=True) + 1
 
 
 def query_experts(rollout: Rollout) -> Int[Tensor, "batch router expert query"] | None:

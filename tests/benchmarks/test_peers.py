@@ -59,4 +59,4 @@ def test_a_python_without_trl_is_refused_in_one_line(tmp_path):
     fake.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'trl'\" >&2\nexit 1\n")
     fake.chmod(0o755)
     with pytest.raises(SystemExit, match="No module named 'trl'; see --trl-python"):
-        peers.Trl(str(fake), tmp_path, 1)
+        peers.TrainerProcess(str(fake), tmp_path, 1)

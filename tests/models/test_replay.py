@@ -219,9 +219,9 @@ def test_padding_is_evicted_at_0_and_other_keys_at_the_end_of_their_row():
         assert not (visible(evicted_at[row])[..., end:, :]).any()  # what follows sees nothing
 
 
-def test_a_dense_table_kills_padding_and_nothing_else():
+def test_a_dense_table_kills_padding_and_keeps_tokens_until_the_end_of_their_row():
     attention_mask = torch.tensor([[False, True, True], [True, True, False]])
-    assert dense_evicted_at(attention_mask).tolist() == [[[[0, NEVER, NEVER]]], [[[NEVER, NEVER, 0]]]]
+    assert dense_evicted_at(attention_mask).tolist() == [[[[0, 3, 3]]], [[[2, 2, 0]]]]
 
 
 def test_a_rollout_that_has_lost_its_record_is_refused():

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import with_triton
-from lit_rlkv.kernels.shadow_attention import reference
+from lit_rlkv.kernels.shadow_attention import blocks
 from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, layer_table, plan_slots
 from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
@@ -30,9 +30,9 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) 
     return max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
 
 
-shadow_attention = with_triton(reference.shadow_attention, _load_kernels, chosen_by="query", fits=_fits)
+shadow_attention = with_triton(blocks.shadow_attention, _load_kernels, chosen_by="query", fits=_fits)
 shadow_attention_with_lse = with_triton(
-    reference.shadow_attention_with_lse, _load_kernels, chosen_by="query", fits=_fits
+    blocks.shadow_attention_with_lse, _load_kernels, chosen_by="query", fits=_fits
 )
 
 

@@ -68,7 +68,7 @@ def plan_slots(evicted_at: Int[Tensor, "batch layer kv_head seq"], block: int = 
         )
     slots, needs, works = [], [], []
     for layer in evicted_at.unbind(1):  # one layer at a time, because sorting takes several times its memory
-        blocks = _CachedBlocks(layer.flatten(0, 1), block)
+        blocks = CachedBlocks(layer.flatten(0, 1), block)
         slot_of, n_slots = _assign(blocks)
         slots.append(slot_of.view(layer.shape))
         needs.append(n_slots)
@@ -79,7 +79,7 @@ def plan_slots(evicted_at: Int[Tensor, "batch layer kv_head seq"], block: int = 
     return SlotPlan(block, max(1, int(need)), torch.stack(slots, dim=1))
 
 
-class _CachedBlocks:
+class CachedBlocks:
     """The blocks of queries in which each key is cached; rows are the KV heads of all sequences."""
 
     def __init__(self, evicted_at: Int[Tensor, "row seq"], block: int) -> None:
@@ -98,13 +98,17 @@ class _CachedBlocks:
         change.scatter_add_(1, (self.last + 1).clamp(max=self.n_blocks), -one)
         return change.cumsum(1)[:, : self.n_blocks]
 
+    def cached_in(self, block: int) -> Bool[Tensor, "row seq"]:
+        """Return the keys that are cached in a block."""
+        return self.is_cached & (self.first <= block) & (self.last >= block)
+
     def work(self) -> Float[Tensor, ""]:
         """Return the blocks in which keys are cached, as a share of those without any eviction."""
         n_cached = torch.where(self.is_cached, self.last - self.first + 1, 0)
         return n_cached.sum().double() / (self.n_blocks - self.first).sum()
 
 
-def _assign(blocks: _CachedBlocks) -> tuple[Int[Tensor, "row seq"], Int[Tensor, ""]]:
+def _assign(blocks: CachedBlocks) -> tuple[Int[Tensor, "row seq"], Int[Tensor, ""]]:
     """Return a slot for each key, and the most slots that any row takes.
 
     Keys take slots in the order of their columns. The first n_shared keys, the most that are cached at once,

@@ -35,11 +35,22 @@ def shadow_attention(
             cached keys, without it that of dense causal attention; results are the same up to rounding. The
             definition ignores it.
     """
+    return masked_attention(query, key, value, visible(evicted_at), scaling, softcap)
+
+
+def masked_attention(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key dim_v"],
+    is_visible: Bool[Tensor, "batch #kv_head query key"],  # noqa: F821
+    scaling: float,
+    softcap: float | None,
+) -> Float[Tensor, "batch head query dim_v"]:
+    """Return the attention of any queries to any keys under a mask."""
     if softcap is not None:
-        return shadow_attention_with_lse(query, key, value, evicted_at, scaling, softcap=softcap)[0]
+        return masked_attention_with_lse(query, key, value, is_visible, scaling, softcap)[0]
     group = query.shape[1] // key.shape[1]
-    is_visible = visible(evicted_at)
-    if evicted_at.shape[1] > 1:
+    if is_visible.shape[1] > 1:
         is_visible = is_visible.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=is_visible, scale=scaling, enable_gqa=group > 1
@@ -61,12 +72,24 @@ def shadow_attention_with_lse(
 
     The log-sum-exp is at least float32. Gradients flow through both.
     """
+    return masked_attention_with_lse(query, key, value, visible(evicted_at), scaling, softcap)
+
+
+def masked_attention_with_lse(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key dim_v"],
+    is_visible: Bool[Tensor, "batch #kv_head query key"],  # noqa: F821
+    scaling: float,
+    softcap: float | None,
+) -> tuple[Float[Tensor, "batch head query dim_v"], Float[Tensor, "batch head query"]]:
+    """Return `masked_attention`, and the log-sum-exp of the logits that each query sees."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.view(len(query), key.shape[1], -1, *query.shape[2:])  # [batch kv_head group seq dim]
+    grouped = query.reshape(len(query), key.shape[1], -1, *query.shape[2:])  # [batch kv_head group seq dim]
     logits = grouped.to(wide) @ key.to(wide)[:, :, None].mT * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~visible(evicted_at)[:, :, None], -torch.inf)
+    logits = logits.masked_fill(~is_visible[:, :, None], -torch.inf)
     lse = logits.logsumexp(-1)
     probs = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     out = probs.to(value.dtype) @ value[:, :, None]
