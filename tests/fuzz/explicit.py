@@ -152,7 +152,13 @@ def _size(probs: list[float], top_k: int | None, top_p: float, min_p: float) -> 
     return max(sum(p >= min_p * left[0] for p in left), 1)
 
 
-def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance: float = 1e-4) -> list[str]:
+def wrong_evictions(
+    rollout: Rollout,
+    layers: Layers,
+    spec: CacheSpec,
+    prefill_chunk: int | None = None,
+    tolerance: float = 1e-4,
+) -> list[str]:
     """Say where the record is not that of the policy: step by step, head by head, by the published formulas.
 
     Keys whose scores are closer than `tolerance`, relative to the largest, may change places by rounding.
@@ -164,15 +170,13 @@ def wrong_evictions(rollout: Rollout, layers: Layers, spec: CacheSpec, tolerance
         last_query = int(rollout.response_mask[row].nonzero().max()) - 1
         for layer, keys in layers.keys.items():
             n_heads = keys.shape[1]
-            held = [list(range(first, n_prompt)) for _ in range(n_heads)]
-            for column in range(n_prompt - 1, last_query + 1):
-                if column >= n_prompt:
-                    for each in held:
-                        each.append(column)
-                is_prompt = column == n_prompt - 1
-                is_due = len(held[0]) > spec.budget and (
-                    is_prompt or (column - n_prompt + 1) % spec.interval == 0
-                )
+            held: list[list[int]] = [[] for _ in range(n_heads)]
+            for column in range(first, last_query + 1):
+                for each in held:
+                    each.append(column)
+                n_decoded = column - n_prompt + 1
+                interval = spec.interval if n_decoded > 0 else prefill_chunk or n_prompt
+                is_due = len(held[0]) > spec.budget and n_decoded % interval == 0
                 recorded = [
                     [k for k in held[h] if int(rollout.evicted_at[row, layer, h, k]) == column + 1]
                     for h in range(n_heads)
