@@ -164,6 +164,11 @@ def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
     """Compare sampler, replay and own forward, values and gradients, and every eviction."""
     model = prepare_backbone(case.model())
     rollout = case.rollout(model, **options)
+    return compare(case, model, rollout)
+
+
+def compare(case: Case, model: PreTrainedModel, rollout: Rollout) -> tuple[Rollout, explicit.Layers]:
+    """Compare a rollout with its replay and the own forward."""
     weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
     replayed = replay_logps(model, rollout, temperature=case.temperature)
     (replayed * weight).sum().backward()
