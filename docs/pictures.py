@@ -27,6 +27,7 @@ from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.objectives.corrections import CORRECTIONS
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import BLUE, GREEN, INK, MUTED, PURPLE, SAND, VERMILLION
+from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.types import NEVER
 
 FOLDER = Path(__file__).parent / "concepts" / "pictures"
@@ -156,6 +157,43 @@ def evicting_cache(rollout: Rollout) -> Figure:
     counts.legend(frameon=False, fontsize=8.5, loc="upper left")
     colors = {"in_the_cache": BLUE, "evicted": SAND, "the_response_begins": VERMILLION}
     color_legend(figure, "outside upper left", **colors)
+    return figure
+
+
+@torch.no_grad()
+def turns(model: PreTrainedModel) -> Figure:
+    """The keys of one head while a long prompt is read in chunks and a response is given tokens."""
+    n_prompt, n_turn, n_given, chunk = 36, 12, 9, 8
+    generator = torch.Generator().manual_seed(1)
+    prompt, given = (torch.randint(1, VOCAB, (1, n), generator=generator) for n in (n_prompt, n_given))
+    settings = DecodeSettings(n_turn + n_given + n_turn, torch.tensor([], dtype=torch.long), 0, 1.0)
+    decoder = Decoder(model, CACHE, 1, n_prompt, settings, generator, cuda_graph=None, prefill_chunk=chunk)
+    decoder.prefill([0], prompt, torch.ones_like(prompt, dtype=torch.bool))
+    for _ in range(n_turn - 1):
+        decoder.step()
+    decoder.feed([0], given, torch.ones_like(given, dtype=torch.bool))
+    for _ in range(n_turn - 1):
+        decoder.step()
+    evicted_at = decoder.read_rows([0]).evicted_at[0, 0, 0, :-1]
+    is_causal, is_seen = mask_of(evicted_at)
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    lives, counts = figure.subplots(1, 2, width_ratios=(1.1, 1))
+    draw_mask(lives, (is_causal.astype(int) + is_seen).T, "one KV head", "step", "key")
+    style.style_axes(counts)
+    step = np.arange(len(evicted_at))
+    counts.step(step, step + 1, where="mid", color=MUTED, lw=1.6, ls="--", label="dense cache")
+    counts.step(step, is_seen.sum(axis=1), where="mid", color=BLUE, lw=2.2, label="evicting cache")
+    counts.axhline(CACHE.budget, color=VERMILLION, lw=0.9, label=f"budget {CACHE.budget}")
+    response = n_prompt + n_turn
+    for axes in (lives, counts):
+        for end in range(n_prompt % chunk or chunk, n_prompt, chunk):
+            axes.axvline(end - 0.5, color=INK, lw=0.7, ls=":")
+    for begin, end in ((0, n_prompt), (response, response + n_given)):
+        counts.axvspan(begin - 0.5, end - 0.5, color=GREEN, alpha=0.12, lw=0)
+    counts.set_title("keys that a query sees", fontsize=10, color=INK, loc="left")
+    style.label_axes(counts, "step", "")
+    counts.legend(frameon=False, fontsize=8.5, loc="upper left")
+    color_legend(figure, "outside upper left", in_the_cache=BLUE, evicted=SAND, given_tokens="#DDF0EA")
     return figure
 
 
@@ -327,6 +365,7 @@ def draw(folder: Path) -> list[Path]:
     figures = {
         "evicting-cache": evicting_cache(rollout),
         "exact-replay": exact_replay(model, rollout),
+        "turns-and-long-prompts": turns(model),
         "recorded-choices": recorded_choices(tiny_mixture()),
         "distillation": distillation(),
         "hydra-roles": hydra_roles(),

@@ -99,7 +99,8 @@ def explain_rollout(
         [
             f"out of memory in the rollout: {group} responses of up to "
             f"{settings.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
-            f"{cache.label}. Beside the weights it takes",
+            f"{cache.label}. Beside the weights, and the activations of the prompts, which "
+            "rollout.prefill_chunk bounds, it takes",
             *(f"{human_bytes(n):>11}  {what}; change {SETTINGS[what]}" for what, n in needs.items()),
         ]
     )

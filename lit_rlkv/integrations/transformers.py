@@ -67,7 +67,8 @@ def generate(
 ) -> EvictingGenerateOutput | Tensor:
     """Decode greedily or sample under an evicting cache; to be passed as `custom_generate`.
 
-    transformers calls it with the first five arguments. The others go to `model.generate`:
+    transformers calls it with the first five arguments. With `prefill_chunk_size` in the generation config a
+    prompt is read in chunks, each under the budget. The other arguments go to `model.generate`:
 
     Args:
         cache: size and policy of the cache; required.
@@ -106,6 +107,7 @@ def generate(
         generator=generator,
         num_return_sequences=n,
         max_rows=max_rows,
+        prefill_chunk=generation_config.prefill_chunk_size,
     )
     if not generation_config.return_dict_in_generate:
         return rollout.input_ids

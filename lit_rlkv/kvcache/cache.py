@@ -124,10 +124,10 @@ class SlotCache(Cache):
         for layer in self.slot_layers:
             layer.begin(index)
 
-    def table_without_evictions(self) -> Int[Tensor, "row 1 seq"]:
+    def table_without_evictions(self, rows: Int[Tensor, " row"] | slice) -> Int[Tensor, "row 1 seq"]:
         """Return the eviction table of a head that keeps all keys: 0 before the first token of each row."""
         column = torch.arange(self.seq_len, device=self.first.device)
-        return torch.where(column < self.first[:, None, None], 0, NEVER).int()
+        return torch.where(column < self.first[rows, None, None], 0, NEVER).int()
 
     @contextmanager
     def feed(self, rows: Sequence[int], is_token: Bool[Tensor, "batch new"]) -> Iterator[None]:

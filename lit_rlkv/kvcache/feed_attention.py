@@ -28,13 +28,15 @@ def feed_attention(
     Args:
         softcap, sink: see `decode_attention`.
     """
-    if softcap is None and sink is None:
-        is_visible = is_seen(torch.arange(query.shape[2], device=query.device))[:, None]
-        is_grouped = query.shape[1] > key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=is_visible, scale=scaling, enable_gqa=is_grouped
-        )
     packed = query.reshape(len(key), key.shape[1], -1, *query.shape[2:])
+    if softcap is None and sink is None:
+        # The query heads of a group as further queries: without `enable_gqa` every backend takes a mask.
+        is_visible = is_seen(torch.arange(query.shape[2], device=query.device))
+        is_visible = is_visible.repeat(1, packed.shape[2], 1)[:, None]
+        out = F.scaled_dot_product_attention(
+            packed.flatten(2, 3), key, value, attn_mask=is_visible, scale=scaling
+        )
+        return out.view(*query.shape[:3], -1)
     parts = [
         probs.nan_to_num(0.0).to(value.dtype) @ value[:, :, None]
         for _, probs in _probabilities(packed, key, is_seen, scaling, softcap, sink)

@@ -175,14 +175,14 @@ class SlotLayer(CacheLayerMixin):
     def begin(self, rows: Int[Tensor, " row"]) -> None:
         """Forget the evictions of these rows, whose sequences begin."""
         if self.is_initialized:
-            self.evicted_at[rows] = self.cache.table_without_evictions()[rows]
+            self.evicted_at[rows] = self.cache.table_without_evictions(rows)
 
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
         """Allocate pool and records of all rows; zeroed, because NaN in an unused slot could spread."""
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
-        self.evicted_at = cache.table_without_evictions().repeat(1, n_kv_heads, 1)
+        self.evicted_at = cache.table_without_evictions(slice(None)).repeat(1, n_kv_heads, 1)
         self._number_slots()
         self.is_initialized = True
         if cache.policy is None:

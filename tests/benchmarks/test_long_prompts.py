@@ -1,5 +1,11 @@
+import re
+from pathlib import Path
+
 import long_prompts
+import record
 from transformers import LlamaConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "turns-and-long-prompts.md"
 
 SMALL = LlamaConfig(
     vocab_size=64,
@@ -24,3 +30,10 @@ def test_the_learner_and_both_times_are_measured():
     assert long_prompts.measure("learner", 64, 32, SMALL)["allocated_mib"] > 0
     seconds = long_prompts.measure("time", 64, 32, SMALL)["cpu_seconds"]
     assert set(seconds) == set(long_prompts.WAYS)
+
+
+def test_the_page_shows_what_the_last_run_measured():
+    page = PAGE.read_text(encoding="utf-8")
+    for table in long_prompts.tables(record.rows(long_prompts.NAME)).split("\n\n"):
+        for line in table.splitlines()[1:]:
+            assert "| " + " | ".join(re.split(r"\s{2,}", line.strip())) + " |" in page

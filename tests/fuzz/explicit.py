@@ -5,6 +5,7 @@ Every eviction is also recomputed from the keys, values and queries of that forw
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,6 +176,7 @@ def wrong_evictions(
     rollout: Rollout,
     layers: Layers,
     spec: CacheSpec,
+    prefill_chunk: int | None = None,
     tolerance: float = 1e-4,
     without: Collection[int] = (),
 ) -> list[str]:
@@ -184,7 +186,7 @@ def wrong_evictions(
     than `tolerance`, relative to the largest, may change places by rounding.
     """
     wrong = []
-    n_prompt = int(rollout.response_mask.int().argmax(1)[0])
+    is_given = rollout.attention_mask & ~rollout.response_mask
     for row in range(len(rollout.input_ids)):
         first = int(rollout.attention_mask[row].int().argmax())
         last_query = int(rollout.response_mask[row].nonzero().max()) - 1
@@ -193,14 +195,12 @@ def wrong_evictions(
                 continue
             evicted_at = layers.of(layer, rollout.evicted_at)[row]
             n_heads = keys.shape[1]
-            held = [list(range(first, n_prompt)) for _ in range(n_heads)]
-            for column in range(n_prompt - 1, last_query + 1):
-                if column >= n_prompt:
-                    for each in held:
-                        each.append(column)
-                is_prompt = column == n_prompt - 1
-                is_due = len(held[0]) > spec.budget and (
-                    is_prompt or (column - n_prompt + 1) % spec.interval == 0
+            held: list[list[int]] = [[] for _ in range(n_heads)]
+            for column in range(first, last_query + 1):
+                for each in held:
+                    each.append(column)
+                is_due = len(held[0]) > spec.budget and _is_end(
+                    is_given[row].tolist(), column, spec.interval, prefill_chunk
                 )
                 recorded = [
                     [k for k in held[h] if int(evicted_at[h, k]) == column + 1] for h in range(n_heads)
@@ -217,6 +217,18 @@ def wrong_evictions(
                         wrong.append(f"row {row} layer {layer} head {h} column {column}: {why}")
                     held[h] = [k for k in held[h] if k not in recorded[h]]
     return wrong
+
+
+def _is_end(is_given: list[bool], column: int, interval: int, prefill_chunk: int | None) -> bool:
+    """True at the end of a chunk of given tokens, and every `interval` sampled ones after them.
+
+    A token before given ones was sampled and is read with them.
+    """
+    ends = [c for c, (one, next_one) in enumerate(pairwise([*is_given, False])) if one and not next_one]
+    if is_given[column] or is_given[column + 1]:
+        n_left = min(end for end in ends if end >= column) - column
+        return n_left % (prefill_chunk or len(is_given)) == 0
+    return (column - max(end for end in ends if end < column)) % interval == 0
 
 
 def _wrong(

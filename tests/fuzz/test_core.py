@@ -6,6 +6,7 @@ Gradients too, and every eviction by the published formula of its policy.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -49,6 +50,7 @@ class Sampling:
     temperature: float
     n_eos: int
     seed: int
+    prefill_chunk: int | None
 
     def rollout(self, model: PreTrainedModel, **options: Any) -> Rollout:
         generator = torch.Generator().manual_seed(self.seed)
@@ -67,6 +69,7 @@ class Sampling:
             num_return_sequences=self.n_samples,
             max_rows=self.max_rows,
             generator=generator,
+            prefill_chunk=self.prefill_chunk,
             **options,
         )
 
@@ -90,6 +93,7 @@ def random_sampling(draw: Any) -> dict[str, Any]:
         "temperature": draw(st.sampled_from([1.0, 0.7, 1.5])),
         "n_eos": draw(st.sampled_from([0, 0, 2])),
         "seed": draw(st.integers(0, 2**31)),
+        "prefill_chunk": draw(st.none() | st.integers(1, 12)),
     }
 
 
@@ -102,6 +106,7 @@ SAMPLING = {
     "temperature": 1.0,
     "n_eos": 0,
     "seed": 0,
+    "prefill_chunk": None,
 }
 
 
@@ -159,6 +164,11 @@ def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
     """Compare sampler, replay and own forward, values and gradients, and every eviction."""
     model = prepare_backbone(case.model())
     rollout = case.rollout(model, **options)
+    return compare(case, model, rollout)
+
+
+def compare(case: Case, model: PreTrainedModel, rollout: Rollout) -> tuple[Rollout, explicit.Layers]:
+    """Compare a rollout with its replay and the own forward."""
     weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
     replayed = replay_logps(model, rollout, temperature=case.temperature)
     (replayed * weight).sum().backward()
@@ -169,7 +179,7 @@ def check(case: Case, **options: Any) -> tuple[Rollout, explicit.Layers]:
     assert (own - rollout.rollout_logps).abs().max() < 1e-4
     wrong = explicit.gradient_errors(model, own_model)
     assert max(wrong.values()) <= 1e-3, wrong
-    assert explicit.wrong_evictions(rollout, layers, case.spec) == []
+    assert explicit.wrong_evictions(rollout, layers, case.spec, case.prefill_chunk) == []
     return rollout, layers
 
 
@@ -200,3 +210,12 @@ def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
     rollout, layers = check(case)
     swapped = replace(rollout, evicted_at=rollout.evicted_at.flip(2))
     assert len(explicit.wrong_evictions(swapped, layers, case.spec)) > 10
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
+def test_evictions_of_another_length_of_chunk_are_caught_by_the_formulas(policy: str):
+    spec = replace(EXAMPLE.spec, policy=policy)
+    case = replace(EXAMPLE, lens=(23, 17), spec=spec, prefill_chunk=5)
+    rollout, layers = check(case)
+    for other in (None, 4, 6):
+        assert explicit.wrong_evictions(rollout, layers, spec, other)

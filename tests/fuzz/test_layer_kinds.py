@@ -125,7 +125,9 @@ def check(case: Mixed) -> Rollout:
     assert (own - rollout.rollout_logps).abs().max() < 1e-4
     wrong = explicit.gradient_errors(model, own_model)
     assert max(wrong.values()) <= 1e-3, wrong
-    assert explicit.wrong_evictions(rollout, layers, case.spec, without=case.windowed) == []
+    assert (
+        explicit.wrong_evictions(rollout, layers, case.spec, case.prefill_chunk, without=case.windowed) == []
+    )
     for layer in case.windowed:
         check_window(case, rollout, layer)
     return rollout

@@ -254,6 +254,18 @@ def test_the_decoding_loops_of_transformers_refuse_our_cache(model, prompts, opt
     assert "\n" not in str(error.value)
 
 
+def test_prefill_chunk_size_reads_prompts_in_chunks(model, prompts):
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    settings |= {"custom_generate": generate, "cache": CacheSpec("snapkv", budget=4, sink=1, window=2)}
+    whole, chunked = (
+        model.generate(**prompts, prefill_chunk_size=size, **settings).rollout.evicted_at
+        for size in (None, 1)
+    )
+    n_prompt = prompts.input_ids.shape[1]
+    assert not ((whole > 0) & (whole < n_prompt)).any()
+    assert ((chunked > 0) & (chunked < n_prompt)).any()
+
+
 def test_a_forward_that_is_not_ours_refuses_a_cache(model, prompts):
     cache, words = prefilled_cache(model, prompts), "must be decoded by lit_rlkv.generate"
     with pytest.raises(ValueError, match=words):

@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.rollout.generate import as_rollout
+from lit_rlkv.rollout.sampling import Truncation
 from lit_rlkv.types import NEVER, Rollout
 from tests.models import test_hybrids, test_sliding_windows
 from tests.models_zoo import FAMILIES, PAD, VOCAB, ragged_prompts, tiny_model
+from tests.rollout.recorded import RecordedRunner
 from tests.tiers import diagonal, every_nth, short_tier
 
 TOLERANCE = 1e-4
 FLOAT_ERROR = 1e-6
 SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 LENS = (31, 22, 9, 1)
+N_NEW = 64
 CHUNKS = (1, 3, 5, 9)
 """Up to three intervals; 5 and 9 divide no prompt."""
 
@@ -40,18 +43,17 @@ def roll_out(model: PreTrainedModel, spec: CacheSpec, chunk: int | None, **optio
 
 
 def converse(
-    model: PreTrainedModel, spec: CacheSpec, chunk: int | None, turns: int = 3, n_samples: int = 1
+    model: PreTrainedModel, spec: CacheSpec, chunk: int | None, top_k: int | None = None, **options: Any
 ) -> Rollout:
     """Four tokens of a response, then given ones of another length in each row, and so on."""
     input_ids, is_prompt = ragged_prompts(LENS)
-    n_rows, generator = n_samples * len(LENS), torch.Generator().manual_seed(0)
-    settings = DecodeSettings(64, torch.tensor([], dtype=torch.long), PAD, 1.0)
-    decoder = Decoder(
-        model, spec, n_rows, max(LENS), settings, generator, cuda_graph=None, prefill_chunk=chunk
-    )
+    n_rows, generator = len(LENS), torch.Generator().manual_seed(0)
+    settings = DecodeSettings(N_NEW, torch.tensor([], dtype=torch.long), PAD, 1.0, Truncation(top_k))
+    options = {"cuda_graph": None, "prefill_chunk": chunk} | options
+    decoder = Decoder(model, spec, n_rows, max(LENS), settings, generator, **options)
     with torch.no_grad():
         decoder.prefill(range(n_rows), input_ids, is_prompt)
-        for turn in range(turns):
+        for turn in range(3):
             for _ in range(4):
                 decoder.step()
             rows = [row for row in range(n_rows) if (row + turn) % 3 != 0]
@@ -61,12 +63,10 @@ def converse(
             decoder.feed(rows, tokens.masked_fill(~is_token, PAD), is_token)
         for _ in range(4):
             decoder.step()
-    return as_rollout(
-        decoder.read_rows(range(n_rows)),
-        is_prompt.repeat_interleave(n_samples, dim=0),
-        decoder.kv.kv_bytes,
-        1.0,
-    )
+        too_many = torch.ones(1, N_NEW, dtype=torch.long)
+        with pytest.raises(ValueError, match="fewer tokens, or raise max_new_tokens"):
+            decoder.feed([0], too_many, too_many.bool())
+    return as_rollout(decoder.read_rows(range(n_rows)), is_prompt, decoder.kv.kv_bytes, 1.0)
 
 
 def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> float:
@@ -174,3 +174,44 @@ def test_keys_of_a_prompt_die_at_the_ends_of_chunks_down_to_the_budget(chunk: in
         times = rollout.evicted_at[row][died(rollout)[row]]
         within = times[times < max(LENS)]
         assert ((max(LENS) - within) % chunk == 0).all()
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    names = ("input_ids", "attention_mask", "response_mask", "rollout_logps", "evicted_at")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+@pytest.mark.parametrize("policy", ["dense", "h2o", "snapkv"])
+def test_steps_replayed_without_their_python_go_on_after_a_feed(policy: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlotCache, "n_filled", None)  # a graph reads empty slots, too
+    model, spec = tiny_model("qwen3"), spec_of(policy)
+    plain = converse(model, spec, 4)
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
+    before = RecordedRunner.n_replays
+    assert same(converse(model, spec, 4), plain)
+    assert RecordedRunner.n_replays > before + 5
+
+
+def test_a_dense_cache_grows_for_given_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 5)
+    model = tiny_model("qwen3")
+    rollout = converse(model, spec_of("dense"), 4)
+    assert gap(model, rollout) < TOLERANCE
+    assert torch.equal(rollout.input_ids, conversation("dense", 7).input_ids)
+
+
+def test_experts_and_sampling_masks_of_given_tokens_are_recorded_and_left_out():
+    model = tiny_model("qwen3_moe")
+    options = {"top_k": 5, "record_routing": True}
+    rollout = converse(model, spec_of("h2o"), 4, **options)
+    assert gap(model, rollout) < TOLERANCE
+    assert rollout.sampling_masks is not None
+    assert torch.equal(rollout.sampling_masks.counts > 0, rollout.response_mask)
+    assert rollout.expert_ids is not None
+    is_read = rollout.attention_mask & torch.nn.functional.pad(rollout.attention_mask[:, 1:], (0, 1))
+    assert torch.equal((rollout.expert_ids >= 0).all(dim=(1, 2)), is_read)
+
+
+def test_a_chunk_of_no_tokens_is_refused():
+    with pytest.raises(ValueError, match="prefill_chunk"):
+        roll_out(tiny_model("qwen3"), spec_of("h2o"), 0)
