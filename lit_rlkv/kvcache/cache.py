@@ -141,13 +141,12 @@ class SlotCache(Cache):
         index = torch.tensor(rows, device=is_token.device)
         sources = index[::n_samples]
         n_new, n_held, first = is_token.sum(dim=1), self.n_live[sources], self.first[sources]
-        newest, budget = (
-            self.column[sources] + n_new,
-            self.seq_len if self.spec.is_dense else self.spec.budget,
-        )
+        newest = self.column[sources] + n_new
+        budget = self.seq_len if self.spec.is_dense else self.spec.budget
         is_due = n_held + n_new > budget
         due = is_due.nonzero().flatten()
         held, new, n_tokens = torch.stack([n_held, n_new, newest + 1 - first]).tolist()
+        self._check_feed(held, new, n_tokens)
         feed = self.incoming = Feed(
             rows=index,
             span=span_of(rows),
@@ -174,6 +173,20 @@ class SlotCache(Cache):
         self.n_live[index] = (n_held + n_new).clamp(max=budget).repeat_interleave(n_samples)
         self.column[index] = self.fed_up_to[index] = newest.repeat_interleave(n_samples)
         self.levels.start(rows, [n for n in n_tokens for _ in range(n_samples)])
+
+    def _check_feed(self, held: Sequence[int], new: Sequence[int], n_tokens: Sequence[int]) -> None:
+        """Check that rows still have their keys, and slots for those of the given tokens.
+
+        Raises:
+            ValueError: a row ended more than one step ago, or a dense cache is too small.
+        """
+        if any(h == 1 < total - n for h, n, total in zip(held, new, n_tokens, strict=True)):
+            raise ValueError(
+                "a row has lost its keys, because it ended before the latest step; feed rows in the step in "
+                "which they end"
+            )
+        if self.spec.is_dense and max(map(sum, zip(held, new, strict=True))) > self.n_slots:
+            raise ValueError(f"a row would have more than {self.n_slots} keys; resize the cache before")
 
     def advance(self, is_running: Bool[Tensor, " row"] | None = None) -> None:
         """Make room for the next token of each row.

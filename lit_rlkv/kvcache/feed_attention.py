@@ -38,7 +38,7 @@ def feed_attention(
         )
         return out.view(*query.shape[:3], -1)
     parts = [
-        probs.nan_to_num(0.0).to(value.dtype) @ value[:, :, None]
+        probs.to(value.dtype) @ value[:, :, None]
         for _, probs in _probabilities(packed, key, is_seen, scaling, softcap, sink)
     ]
     return torch.cat(parts, dim=3).flatten(1, 2)
@@ -79,16 +79,18 @@ def _probabilities(
     sink: Float[Tensor, "kv_head group"] | None,
     first: int = 0,
 ) -> Iterator[tuple[Int[Tensor, " block"], Float[Tensor, "batch kv_head group block candidate"]]]:
-    """Yield blocks of queries, from number `first` on, and their probabilities; NaN for one without keys."""
-    n_keys = key.shape[2]
+    """Yield blocks of queries, from number `first` on, and their probabilities; 0 for one without keys."""
+    n_keys, wide = key.shape[2], torch.promote_types(query.dtype, torch.float32)
     place = torch.arange(first, query.shape[3], device=key.device)
     n_queries = max(MAX_LOGITS // (query[:, :, :, 0, 0].numel() * n_keys), 1)
     for block in torch.split(place, n_queries):
-        logits = (query[:, :, :, block] @ key.transpose(-1, -2).unsqueeze(2)).float() * scaling
+        logits = query[:, :, :, block].to(wide) @ key.to(wide).transpose(-1, -2).unsqueeze(2) * scaling
         if softcap is not None:
             logits = (logits / softcap).tanh() * softcap
-        logits = logits.masked_fill(~is_seen(block)[:, None, None], -torch.inf)
+        is_visible = is_seen(block)[:, None, None]
+        logits = logits.masked_fill(~is_visible, -torch.inf)
         if sink is not None:  # it takes a share, and receives nothing
-            own = sink.float()[None, :, :, None, None].expand(*logits.shape[:-1], 1)
+            own = sink.to(wide)[None, :, :, None, None].expand(*logits.shape[:-1], 1)
             logits = torch.cat([logits, own], dim=-1)
-        yield block, logits.softmax(-1)[..., :n_keys]
+        sees_none = ~is_visible.any(-1, keepdim=True)
+        yield block, logits.softmax(-1)[..., :n_keys].masked_fill(sees_none, 0.0)

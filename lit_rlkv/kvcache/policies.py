@@ -67,7 +67,9 @@ class Policy(ABC):
     sees_queries: ClassVar[bool] = False
     """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
     draws: ClassVar[bool] = False
-    """True if scores are random, so that the responses to one prompt must not share them."""
+    """True if scores are random, so that the responses to one prompt must not share them.
+
+    They do share those of all chunks of a prompt but the last, which are read, and drawn, once."""
 
     @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:

@@ -12,8 +12,8 @@ from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
 class CacheSpec:
     """A KV cache of `budget + interval` slots per sequence, layer and KV head.
 
-    Every `interval` tokens of a response, counted from its first decode step, a sequence with more than
-    `budget` keys is compacted to `budget`: the `sink` first and the `window` last tokens of the sequence, and
+    After every chunk of given tokens, and every `interval` sampled tokens from there, a sequence with more
+    than `budget` keys is compacted to it: the `sink` first and the `window` last tokens of the sequence, and
     the keys that `policy` scores highest. Policies that look at queries see the latest `window` of them.
 
     Args:

@@ -43,7 +43,8 @@ class WindowLayer(SlotLayer):
             self.is_initialized = True
         rings = [pool[feed.sources] for pool in self._pools()]
         if feed.most_held == 0:
-            expiry = self.kind.expiry(feed.columns, feed.first[:, None])
+            # In columns of these tokens, which need not be the first of a sequence.
+            expiry = self.kind.expiry(feed.columns, feed.first[:, None]) - feed.columns[:, :1]
             evicted_at = expiry.where(feed.is_token, 0)[:, None].int()
             out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
         else:

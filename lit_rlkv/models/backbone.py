@@ -199,7 +199,7 @@ def replay_arguments(
 def _masks(model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device) -> Any:
     """Return the mask of a forward: a dummy of 4 dimensions, so that transformers builds none of its own.
 
-    Layers with a state get that of padding, which must not enter the state.
+    Layers with a state get one that is False on padding, which must not enter the state.
     """
     dummy = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     if not has_states(model):
@@ -251,11 +251,11 @@ def learner_states(
         ValueError: see `check_deterministic`.
     """
     check_deterministic(model)
-    positions, evicted_at = token_positions(attention_mask), within_windows(model, evicted_at)
+    positions = token_positions(attention_mask)
     is_token = attention_mask if is_read is None else attention_mask & is_read
     flat = None
     if not has_states(model):  # a state goes through its own row alone
-        flat = flat_tokens(input_ids, is_token, n_prompt, evicted_at, expert_ids)
+        flat = flat_tokens(input_ids, is_token, n_prompt, within_windows(model, evicted_at), expert_ids)
     if flat is None:
         return hidden_states(model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids)
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +37,23 @@ PROBE_LEN = 6
 WINDOWS = ("sliding_window", "attention_chunk_size")
 PROBE_WINDOW = 3
 """Window during the check, which its few tokens outgrow."""
+
+
+FORGETS_BETWEEN_CHUNKS: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose recurrent layers begin anew with every forward of more than one token, as Jamba's do."""
+
+
+def check_chunks(model: PreTrainedModel) -> None:
+    """Check that a model goes on from its states when it reads further tokens.
+
+    Raises:
+        ValueError: its recurrent layers do not.
+    """
+    if model in FORGETS_BETWEEN_CHUNKS:
+        raise ValueError(
+            f"{type(model).__name__} forgets its states when it reads given tokens after others: it takes "
+            "prompts in one piece (prefill_chunk=null) and no given tokens within responses"
+        )
 
 
 def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
@@ -171,17 +189,29 @@ def _check_replayable(
             "attention arguments), with our output head or in training mode; set any dropout that is not an "
             "nn.Dropout to 0 in its config"
         )
-    with _refused(name):  # two decode steps after a prefill of the other columns
-        n_layers = text_config(model).num_hidden_layers
-        kinds = layer_kinds(model)
+
+    def decoded(*chunks: slice) -> Tensor:
+        """Return the logits of the last column, after these chunks and two decode steps."""
+        n_layers, kinds = text_config(model).num_hidden_layers, layer_kinds(model)
         cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device, kinds=kinds)
-        with cache.prefill(range(batch), torch.ones_like(input_ids[:, :-2], dtype=torch.bool)):
-            logits(*columns(slice(None, -2)), slot_cache=cache)
+        cache.begin(range(batch), torch.zeros_like(input_ids[:, 0]))
+        for chunk in chunks:
+            with cache.feed(range(batch), torch.ones_like(input_ids[:, chunk], dtype=torch.bool)):
+                logits(*columns(chunk), slot_cache=cache)
         for step in (slice(-2, -1), slice(-1, None)):
             cache.advance()
-            decoded = logits(*columns(step), slot_cache=cache)
-    if not _is_close(decoded, expected[:, -1:], model.dtype, ignores_outliers=True):
+            found = logits(*columns(step), slot_cache=cache)
+        return found
+
+    def is_same(found: Tensor) -> bool:
+        return _is_close(found, expected[:, -1:], model.dtype, ignores_outliers=True)
+
+    with _refused(name):
+        in_one_piece = decoded(slice(None, -2))
+    if not is_same(in_one_piece):
         raise ValueError(f"{name} cannot be replayed: its logits change when it decodes from our cache")
+    if has_states(model) and not is_same(decoded(slice(None, -4), slice(-4, -2))):
+        FORGETS_BETWEEN_CHUNKS.add(model)
     if not has_states(model) and not _is_close(isolated, alone.view_as(isolated), model.dtype):
         raise ValueError(
             f"{name} cannot be replayed: information flows between tokens outside causal attention "

@@ -25,6 +25,7 @@ from lit_rlkv.models.backbone import (
     text_config,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
+from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.rollout.expert_record import ExpertRecord
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.mask_record import MaskRecord, RowIds
@@ -116,6 +117,8 @@ class Decoder:
         prefill_chunk: int | None = None,
     ) -> None:
         check_deterministic(model)
+        if prefill_chunk is not None:
+            check_chunks(model)
         device = settings.eos_token_ids.device
         self.model = model
         self.settings = settings
@@ -197,8 +200,10 @@ class Decoder:
             tokens: left-padded tokens, at least one in each row.
 
         Raises:
-            ValueError: a row has no columns left for its tokens and one more.
+            ValueError: a row has no columns left for its tokens and one more, or it ended before the latest
+                step; or the model forgets its states (`check_chunks`).
         """
+        check_chunks(self.model)
         index, n_new = torch.tensor(rows, device=tokens.device), is_token.sum(dim=1)
         if (end := int((self.kv.column[index] + n_new).max()) + 3) > self.seq_len:
             raise ValueError(
@@ -351,8 +356,10 @@ class Decoder:
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
         """Sample a token for each row and write it into the next column."""
         settings, is_running = self.settings, self.is_running[rows]
+        # A feed samples for some rows only.
+        noise_rows = self._noise_rows if rows is self.all_rows else None
         token, logp, kept = sample(
-            logits, settings.temperature, self.generator, settings.truncation, self._noise_rows
+            logits, settings.temperature, self.generator, settings.truncation, noise_rows
         )
         if self._masks is not None and kept is not None:
             self._masks.write(rows, kept, is_running)

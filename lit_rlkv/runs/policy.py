@@ -19,7 +19,7 @@ from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.loading import load_causal_lm
-from lit_rlkv.models.preparation import prepare_backbone
+from lit_rlkv.models.preparation import check_chunks, prepare_backbone
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule
@@ -73,6 +73,8 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
         backbone = prepare_backbone(model.eval())
         if context.cfg.rollout.replay_routing:
             routers_of(backbone)
+        if context.cfg.rollout.prefill_chunk is not None:
+            check_chunks(backbone)
         return backbone
 
 

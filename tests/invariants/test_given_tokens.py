@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import JambaConfig, PreTrainedModel
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone, replay_logps
@@ -17,7 +17,7 @@ from lit_rlkv.rollout.generate import as_rollout
 from lit_rlkv.rollout.sampling import Truncation
 from lit_rlkv.types import NEVER, Rollout
 from tests.models import test_hybrids, test_sliding_windows
-from tests.models_zoo import FAMILIES, PAD, VOCAB, ragged_prompts, tiny_model
+from tests.models_zoo import FAMILIES, PAD, SIZE, VOCAB, build, ragged_prompts, tiny_model
 from tests.rollout.recorded import RecordedRunner
 from tests.tiers import diagonal, every_nth, short_tier
 
@@ -121,6 +121,8 @@ def test_windows_pass_over_given_tokens(family: str, policy: str):
     model = prepare_backbone(test_sliding_windows.windowed(family))
     for chunk in (2, 6, 13):
         assert gap(model, converse(model, spec_of(policy), chunk)) < TOLERANCE
+    # A refilled row's first chunk does not begin at the first column.
+    assert gap(model, roll_out(model, spec_of(policy), 9, max_rows=2)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", short_tier(test_hybrids.CONFIGS, ["lfm2", "qwen3_next"]))
@@ -128,6 +130,29 @@ def test_states_pass_over_given_tokens(name: str):
     model = prepare_backbone(test_hybrids.hybrid(name))
     for chunk in (1, 6, None):
         assert gap(model, converse(model, spec_of("snapkv"), chunk)) < TOLERANCE
+
+
+def test_a_model_that_forgets_its_states_between_chunks_takes_prompts_in_one_piece():
+    sizes = {"mamba_d_state": 4, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+    model = prepare_backbone(build(JambaConfig(**SIZE, **sizes, use_mamba_kernels=False)))
+    assert gap(model, roll_out(model, spec_of("snapkv"), None)) < TOLERANCE
+    with pytest.raises(ValueError, match="prefill_chunk"):
+        roll_out(model, spec_of("snapkv"), 4)
+    with pytest.raises(ValueError, match="no given tokens within responses"):
+        converse(model, spec_of("snapkv"), None)
+
+
+def test_a_row_that_ended_before_the_latest_step_is_not_fed():
+    model = tiny_model("qwen3")
+    settings = DecodeSettings(N_NEW, torch.arange(VOCAB), PAD, 1.0)  # every token is an end
+    decoder = Decoder(model, spec_of("h2o"), len(LENS), max(LENS), settings, None, cuda_graph=None)
+    given = torch.ones(1, 2, dtype=torch.long)
+    with torch.no_grad():
+        decoder.prefill(range(len(LENS)), *ragged_prompts(LENS))
+        decoder.feed([0], given, given.bool())
+        decoder.step()
+        with pytest.raises(ValueError, match="ended before the latest step"):
+            decoder.feed([1], given, given.bool())
 
 
 @pytest.mark.parametrize("policy", ["random", "h2o", "expected"])

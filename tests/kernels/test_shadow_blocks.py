@@ -95,13 +95,12 @@ def test_the_comparison_catches_wrong_keys(attend, wrong, monkeypatch):
 
 
 def test_lists_hold_the_keys_of_a_block_alone_and_short_or_full_sequences_have_none(monkeypatch):
-    lists = blocks._keys_of_blocks(TABLES["windows"])
-    assert lists is not None
-    assert [len(one[0]) for one in lists] == [8, 16, 16, 16, 16, 16, 16, 13]  # the window of 9 and a block
+    # The window of 9 and a block.
+    assert blocks._n_keys_of_blocks(TABLES["windows"]) == [8, 16, 16, 16, 16, 16, 16, 13]
     monkeypatch.setattr(blocks, "LONG", 62)
-    assert blocks._keys_of_blocks(TABLES["windows"]) is not None
-    assert blocks._keys_of_blocks(dense((0, 61), (0, 61))) is None  # all keys: nothing to save
-    assert blocks._keys_of_blocks(TABLES["windows"][..., :16]) is None
+    assert blocks._n_keys_of_blocks(TABLES["windows"]) is not None
+    assert blocks._n_keys_of_blocks(dense((0, 61), (0, 61))) is None  # all keys: nothing to save
+    assert blocks._n_keys_of_blocks(TABLES["windows"][..., :16]) is None
 
 
 def test_a_batch_without_rows_is_none():

@@ -50,10 +50,10 @@ def shadow_attention(
     """
     if softcap is None and (ranges := _causal_ranges(evicted_at)) is not None:
         return _causal_attention(query, key, value, ranges, scaling)
-    if (keys := _keys_of_blocks(evicted_at)) is None:
+    if (n_keys := _n_keys_of_blocks(evicted_at)) is None:
         return reference.shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
     attend = partial(reference.masked_attention, scaling=scaling, softcap=softcap)
-    return _attend_in_blocks(query, key, value, evicted_at, keys, lambda *block: (attend(*block),))[0]
+    return _attend_in_blocks(query, key, value, evicted_at, n_keys, lambda *block: (attend(*block),))[0]
 
 
 @in_autocast_dtype
@@ -71,10 +71,10 @@ def shadow_attention_with_lse(
 
     The log-sum-exp is at least float32. Gradients flow through both.
     """
-    if (keys := _keys_of_blocks(evicted_at)) is None:
+    if (n_keys := _n_keys_of_blocks(evicted_at)) is None:
         return reference.shadow_attention_with_lse(query, key, value, evicted_at, scaling, softcap=softcap)
     attend = partial(reference.masked_attention_with_lse, scaling=scaling, softcap=softcap)
-    out, lse = _attend_in_blocks(query, key, value, evicted_at, keys, attend)
+    out, lse = _attend_in_blocks(query, key, value, evicted_at, n_keys, attend)
     return out, lse
 
 
@@ -112,23 +112,16 @@ def _causal_attention(
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _keys_of_blocks(evicted_at: Int[Tensor, "batch table seq"]) -> list[Int[Tensor, "row key"]] | None:
-    """Return the columns of the keys that are cached in each block of queries; rows are the tables.
-
-    Lists are as long as the longest one of the block. The rest of a shorter one are keys that its queries do
-    not see. None if the definition is faster.
-    """
+def _n_keys_of_blocks(evicted_at: Int[Tensor, "batch table seq"]) -> list[int] | None:
+    """Return the most keys of a row that are cached in each block of queries; None if it saves nothing."""
     seq = evicted_at.shape[-1]
     if seq <= SHORT or not len(evicted_at):
         return None
     blocks = CachedBlocks(evicted_at.flatten(0, 1), BLOCK)
     if seq < LONG and float(blocks.work()) > MAX_WORK:
         return None
-    lengths = blocks.counts(blocks.is_cached).amax(0).tolist()
-    return [
-        blocks.cached_in(block).byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, n)]
-        for block, n in enumerate(lengths)
-    ]
+    most: list[int] = blocks.counts(blocks.is_cached).amax(0).clamp(min=1).tolist()
+    return most
 
 
 def _attend_in_blocks(*inputs: Any) -> tuple[Tensor, ...]:
@@ -147,12 +140,12 @@ class _BlockAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         evicted_at: Tensor,
-        keys: list[Tensor],
+        n_keys: list[int],
         attend: Attend,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(query, key, value, evicted_at)
-        ctx.keys, ctx.attend = keys, attend
-        parts = [attend(*block) for block, _ in _gathered(query, key, value, evicted_at, keys)]
+        ctx.n_keys, ctx.attend = n_keys, attend
+        parts = [attend(*block) for block, _ in _gathered(query, key, value, evicted_at, n_keys)]
         results = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
         return tuple(each.view(*query.shape[:3], *each.shape[3:]) for each in results)
 
@@ -171,7 +164,7 @@ class _BlockAttention(torch.autograd.Function):
             for t in (_by_key(key, n_tables), _by_key(value, n_tables))
         )
         for (block, at), gradients in zip(
-            _gathered(query, key, value, evicted_at, ctx.keys), blocks, strict=True
+            _gathered(query, key, value, evicted_at, ctx.n_keys), blocks, strict=True
         ):
             leaves = [t.detach().requires_grad_() for t in block[:3]]
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
@@ -188,7 +181,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _gathered(
-    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, keys: list[Tensor]
+    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, n_keys: list[int]
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
     """Yield query, key, value and mask [row 1 query key] of each block, and its keys in `_by_key`."""
     n_tables, seq = evicted_at.shape[1:]
@@ -197,7 +190,11 @@ def _gathered(
     starts = seq * torch.arange(len(tables), device=query.device)[:, None]
     columns = torch.arange(seq, device=query.device, dtype=tables.dtype)[:, None]
     of_blocks = torch.split(columns, BLOCK), torch.split(_by_table(query, n_tables), BLOCK, dim=2)
-    for column, queries, listed in zip(*of_blocks, keys, strict=True):
+    blocks = CachedBlocks(tables, BLOCK)
+    for block, (column, queries, n) in enumerate(zip(*of_blocks, n_keys, strict=True)):
+        is_cached = blocks.cached_in(block)[:, : (block + 1) * BLOCK].byte()
+        # After the keys of a shorter list come some that its queries do not see.
+        listed = is_cached.argsort(dim=1, descending=True, stable=True)[:, :n]
         at = (starts + listed).flatten()
         gathered = (t.index_select(0, at).view(*listed.shape, *t.shape[1:]).transpose(1, 2) for t in by_key)
         is_visible = listed.to(tables.dtype)[:, None] <= column
