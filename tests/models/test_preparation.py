@@ -135,7 +135,7 @@ def without_cap(attend: Callable[..., Any]) -> Callable[..., Any]:
     return forgetful
 
 
-IN_PREFILL = (SlotLayer, "_prefill")
+IN_PREFILL = (SlotLayer, "_feed")
 IN_DECODING = (SlotLayer, "_decode")
 IN_CACHE = (SlotLayer, "attend")
 IN_REPLAY = (attention, "replayed_attention")
