@@ -29,21 +29,21 @@ WEIGHT_FUNCTIONS = tuple(
 )
 
 
-def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
+def parse(schema: type[Schema], cfg: DictConfig) -> Schema:
     """Return a composed config as its dataclass, with interpolations resolved.
-
-    Args:
-        others: fields of the dataclass that are not keys.
 
     Raises:
         ConfigError: a key is not given, or breaks a rule of the schema.
     """
+    return convert(schema, _resolved(cfg))
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
     missing = sorted(OmegaConf.missing_keys(cfg))
     settings = " ".join(f"{key}=..." for key in missing)
     require(not missing, f"{', '.join(missing)} must be given; add {settings}")
     with interpolations_as_config_errors():
-        values = OmegaConf.to_container(cfg, resolve=True)
-    return convert(schema, cast(dict[str, Any], values), **others)
+        return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
 
 
 def check_types(cfg: DictConfig) -> Config:
@@ -52,9 +52,8 @@ def check_types(cfg: DictConfig) -> Config:
     Raises:
         ConfigError: a key is unknown or not given, or a value has the wrong type or is out of its range.
     """
-    with interpolations_as_config_errors():
-        plain = OmegaConf.to_container(cfg, resolve=True)
-    config = parse(Config, cfg, source=OmegaConf.create(plain))
+    plain = _resolved(cfg)
+    config = convert(Config, plain, source=OmegaConf.create(plain))
     check_leaves(plain)
     chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
     nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}

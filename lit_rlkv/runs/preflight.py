@@ -95,12 +95,16 @@ class CheckedConfig(Config):
 
 
 def checked_config(cfg: DictConfig) -> CheckedConfig:
-    """Build what a composed config names, and check that the objects fit each other.
+    """Parse a composed config, and `build_and_check` what it names."""
+    return build_and_check(parse_config(cfg))
+
+
+def build_and_check(config: Config) -> CheckedConfig:
+    """Build what a config names, and check that the objects fit each other.
 
     Raises:
         ConfigError: the first rule that is broken.
     """
-    config = parse_config(cfg)
     check_targets(config.source)
     checked = CheckedConfig(**vars(config), parts=build_parts(config))
     with as_config_errors("evaluation.budgets"):

@@ -62,7 +62,8 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     say(run.console, "after training" if "rl" in context.cfg.stages else "", stage="eval")
     with run.timed("eval"):
         results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
-    budget = None if context.cache.is_dense else context.cache.budget
+    cache = context.cfg.parts.cache
+    budget = None if cache.is_dense else cache.budget
     results.final = final_metrics(results.before, results.after, budget)
     run.save_results(must_succeed=True)
 
@@ -121,7 +122,7 @@ def evaluate_policy(
     scores = score_caches(context, roles, caches, interruption=interruption)
     for cache, found in zip(caches, scores, strict=True):
         rows.append(found.row)
-        if cache == context.cache or pictured is None:
+        if cache == context.cfg.parts.cache or pictured is None:
             pictured = found.rollout
     return rows, pictured
 

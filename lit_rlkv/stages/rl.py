@@ -52,7 +52,7 @@ def train_policy(
             rank=ranks.rank,
             world_size=ranks.size,
         ),
-        context.cache,
+        cfg.parts.cache,
         cfg.parts.correction,
         cfg.parts.advantage,
         cfg.rollout,
