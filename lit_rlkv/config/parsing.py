@@ -58,6 +58,9 @@ def check_types(cfg: DictConfig) -> Config:
     chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
     nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
     nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
+    users = {"user_callbacks": config.user_callbacks, "reward.functions": config.reward.functions}
+    for group, named in users.items():  # none of these can be null
+        nodes |= {f"{group}.{name}": node or OmegaConf.create() for name, node in named_items(named)}
     nodes |= {"model.preset": config.model.preset or None, "sft.optimizer": config.sft.optimizer}
     for name, node in nodes.items():
         target = node.get("_target_") if isinstance(node, DictConfig) else node
@@ -129,6 +132,10 @@ def _check_model(cfg: Config) -> None:
     require(
         path is not None or bool(cfg.model.preset),
         "model has neither path nor preset; give model.path=... or model=tiny",
+    )
+    require(
+        not cfg.model.preset or bool(cfg.model.preset.get("_partial_")),
+        "model.preset must have _partial_: true, as the run adds arguments; add +model.preset._partial_=true",
     )
     if path is not None and is_local(path):
         require(

@@ -211,8 +211,3 @@ def test_resuming_with_another_number_of_ranks_warns(caplog, n_ranks, says):
     warn_of_other_ranks(Checkpoint(Path("iteration-000001"), 1, {}, n_ranks=2), n_ranks)
     assert says in caplog.text
     assert bool(caplog.text) == bool(says)
-
-
-def test_many_differences_are_counted(tmp_path):
-    with pytest.raises(ConfigError, match=r"and \d+ more"):
-        found(asked(tmp_path, "experiment=rlhf"), leave_run(tmp_path, "mine"))
