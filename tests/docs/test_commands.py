@@ -12,8 +12,8 @@ from lit_rlkv.config import CONF_DIR, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.report import parse as parse_report
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.sweep import parse as parse_sweep
 from lit_rlkv.sweep import compose as compose_run
+from lit_rlkv.sweep import parse as parse_sweep
 from lit_rlkv.sweeping.sweep_file import read_sweep
 from tests.docs.pages import PAGES, ROOT, TRUST, shell_commands
 from tests.saved_models import save_checkpoint
