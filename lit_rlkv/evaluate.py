@@ -72,6 +72,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             any model is loaded.
     """
     from lit_rlkv.evaluation.estimates import estimate
+    from lit_rlkv.evaluation.evaluator import caches_to_evaluate
     from lit_rlkv.runs import environment
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
     from lit_rlkv.stages.evaluation import score_caches
@@ -92,7 +93,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "give temperature=1 or so, or n_samples=1",
     )
     with as_config_errors("policies"):
-        caches = cfg.evaluation_caches(asked.policies)
+        caches = caches_to_evaluate(cfg.parts.cache, cfg.evaluation.budgets, asked.policies)
     if asked.budgets and all(cache.is_dense for cache in caches):
         raise ConfigError(
             f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, run_command
-from lit_rlkv.config import AUTO, ConfigError, check_folders, check_keys, label_logger, parse_config
+from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, label_logger, parse_config
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.files import is_disk_full
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class FitArguments:
     """A run to start or to resume."""
 
-    cfg: DictConfig
+    config: Config
     hydra_cfg: DictConfig
     choices: Choices | None
     """With which the run was started; None if its folder does not tell."""
@@ -59,8 +59,9 @@ def _parse(arguments: Sequence[str]) -> FitArguments:
     if choices is not None:
         check_keys(cfg, choices.options, choices.overrides)
         label_logger(cfg, choices.options, choices.overrides)
-    parse_config(cfg)
-    return FitArguments(cfg, hydra_cfg, choices, None if old_dir is None else old_dir.absolute())
+    return FitArguments(
+        parse_config(cfg), hydra_cfg, choices, None if old_dir is None else old_dir.absolute()
+    )
 
 
 def _fit_and_show(asked: FitArguments) -> None:
@@ -69,6 +70,7 @@ def _fit_and_show(asked: FitArguments) -> None:
     from lit_rlkv.reporting.progress import say, stderr_console
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.run_files import REPORT
+    from lit_rlkv.runs.preflight import build_and_check
     from lit_rlkv.runs.resume import discard_if_empty, end_of_run, open_session
 
     configure_log(asked.hydra_cfg.job_logging, asked.hydra_cfg.verbose)
@@ -80,20 +82,19 @@ def _fit_and_show(asked: FitArguments) -> None:
     except OSError as error:
         raise ConfigError(f"{run_dir} cannot be made: {error}; give another runs_dir") from error
     try:
-        with (
-            interruption.handle_signals(),
-            open_session(asked.cfg, run_dir, asked.old_dir, console, interruption) as session,
-        ):
-            run_dir = session.run_dir
-            results = fit(
-                session.cfg,
-                run_dir,
-                console,
-                resumes=session.is_resumed,
-                fabric=session.fabric,
-                interruption=interruption,
-                choices=asked.choices,
-            )
+        with interruption.handle_signals():
+            cfg = build_and_check(asked.config)
+            with open_session(cfg, run_dir, asked.old_dir, console, interruption) as session:
+                run_dir = session.run_dir
+                results = fit(
+                    cfg,
+                    run_dir,
+                    console,
+                    resumes=session.is_resumed,
+                    fabric=session.fabric,
+                    interruption=interruption,
+                    choices=asked.choices,
+                )
     except MemoryExhaustedError as error:
         log.error("the allocation that failed:", exc_info=error)
         raise

@@ -164,7 +164,7 @@ def test_the_bytes_of_the_record_are_a_need_of_a_rollout(tmp_path):
     n_rows, n_columns = len(rollout.input_ids), int(rollout.input_ids.shape[1])
     with acting_as(module.roles, "policy") as backbone:
         needs = rollout_needs(
-            backbone, context.cache, (1, n_columns - settings.max_new_tokens), settings, n_rows
+            backbone, context.cfg.parts.cache, (1, n_columns - settings.max_new_tokens), settings, n_rows
         )
         assert len(routers_of(backbone)) == 3
     # the decoder's buffer, and the rollout

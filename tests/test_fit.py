@@ -326,7 +326,7 @@ def test_a_run_that_fails_before_it_writes_leaves_no_folder(tmp_path, monkeypatc
         assert (tmp_path / "run").is_dir()  # made before the config is checked
         raise failure
 
-    monkeypatch.setattr("lit_rlkv.runs.resume.checked_config", fail)
+    monkeypatch.setattr("lit_rlkv.runs.preflight.build_and_check", fail)
     monkeypatch.setattr("sys.argv", ["fit", *TINY, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
     with pytest.raises(SystemExit if isinstance(failure, ConfigError) else RuntimeError):
         main()

@@ -90,15 +90,18 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "", **o
     """
     prefix = f"{path}." if path else ""
     keys = {name: (each, declared, kind) for name, each, declared, kind in keys_of(schema)}
+    require(isinstance(values, Mapping), f"{path} must have the keys {', '.join(keys)}, got {show(values)}")
     unknown = next((name for name in values if name not in keys), None)
     require(unknown is None, f"unknown key '{prefix}{unknown}'; {path or 'it'} takes {', '.join(keys)}")
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for name, (each, declared, kind) in keys.items():
-        if name in values:
-            arguments[name] = _converted(f"{prefix}{name}", values[name], kind, declared)
-        else:
+        if name not in values:
             has_default = not (each.default is each.default_factory is MISSING)
             require(has_default, f"{prefix}{name} is missing; give it ({declared.help})")
+        elif is_dataclass(kind):
+            arguments[name] = convert(cast(type, kind), values[name], f"{prefix}{name}")
+        else:
+            arguments[name] = _converted(f"{prefix}{name}", values[name], kind, declared)
     return schema(**arguments, **others)
 
 
@@ -124,10 +127,6 @@ def _converted(where: str, value: Any, kind: Any, declared: Option) -> Any:
     Raises:
         ConfigError: the value has another type, or lies outside of its range.
     """
-    if is_dataclass(kind):
-        names = ", ".join(name for name, _, _, _ in keys_of(cast(type, kind)))
-        require(isinstance(value, Mapping), f"{where} must have the keys {names}, got {show(value)}")
-        return convert(cast(type, kind), value, where)
     item = next((get_args(one)[0] for one in _alternatives(kind) if get_origin(one) is tuple), None)
     if item is not None and isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(_converted(f"{where}[{n}]", one, item, declared) for n, one in enumerate(value))

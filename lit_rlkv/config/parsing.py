@@ -29,21 +29,21 @@ WEIGHT_FUNCTIONS = tuple(
 )
 
 
-def parse(schema: type[Schema], cfg: DictConfig, **others: Any) -> Schema:
+def parse(schema: type[Schema], cfg: DictConfig) -> Schema:
     """Return a composed config as its dataclass, with interpolations resolved.
-
-    Args:
-        others: fields of the dataclass that are not keys.
 
     Raises:
         ConfigError: a key is not given, or breaks a rule of the schema.
     """
+    return convert(schema, _resolved(cfg))
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
     missing = sorted(OmegaConf.missing_keys(cfg))
     settings = " ".join(f"{key}=..." for key in missing)
     require(not missing, f"{', '.join(missing)} must be given; add {settings}")
     with interpolations_as_config_errors():
-        values = OmegaConf.to_container(cfg, resolve=True)
-    return convert(schema, cast(dict[str, Any], values), **others)
+        return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
 
 
 def check_types(cfg: DictConfig) -> Config:
@@ -52,13 +52,15 @@ def check_types(cfg: DictConfig) -> Config:
     Raises:
         ConfigError: a key is unknown or not given, or a value has the wrong type or is out of its range.
     """
-    with interpolations_as_config_errors():
-        plain = OmegaConf.to_container(cfg, resolve=True)
-    config = parse(Config, cfg, source=OmegaConf.create(plain))
+    plain = _resolved(cfg)
+    config = convert(Config, plain, source=OmegaConf.create(plain))
     check_leaves(plain)
     chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
     nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
     nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
+    users = {"user_callbacks": config.user_callbacks, "reward.functions": config.reward.functions}
+    for group, named in users.items():  # none of these can be null
+        nodes |= {f"{group}.{name}": node or OmegaConf.create() for name, node in named_items(named)}
     nodes |= {"model.preset": config.model.preset or None, "sft.optimizer": config.sft.optimizer}
     for name, node in nodes.items():
         target = node.get("_target_") if isinstance(node, DictConfig) else node
@@ -130,6 +132,10 @@ def _check_model(cfg: Config) -> None:
     require(
         path is not None or bool(cfg.model.preset),
         "model has neither path nor preset; give model.path=... or model=tiny",
+    )
+    require(
+        not cfg.model.preset or bool(cfg.model.preset.get("_partial_")),
+        "model.preset must have _partial_: true, as the run adds arguments; add +model.preset._partial_=true",
     )
     if path is not None and is_local(path):
         require(

@@ -18,6 +18,7 @@ from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import DENSE, Policy
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.non_finite import NonFiniteError
@@ -31,6 +32,29 @@ from lit_rlkv.types import Problem, Rollout, prompt_text
 
 Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
 """Maps completions to scores from 0 to 1 (1.0 is correct); NaN if scoring failed."""
+
+
+def caches_to_evaluate(
+    own: CacheSpec, budgets: Sequence[int], policies: Sequence[str] | None = None
+) -> list[CacheSpec]:
+    """Return a dense cache, then each policy at each budget.
+
+    Args:
+        own: cache of the run; its budget is evaluated, too.
+        policies: eviction policies; None: the run's.
+
+    Raises:
+        ValueError: a budget is too small for the cache's sink and window.
+    """
+    chosen: Sequence[str | type[Policy] | Policy] = policies or [own.policy]
+    options = {own.policy: own.policy_options}  # other policies have other options
+    sparse = [
+        replace(own, policy=policy, budget=budget, policy_options=options.get(policy, {}))
+        for policy in dict.fromkeys(chosen)
+        for budget in sorted({*budgets, own.budget}, reverse=True)
+        if policy != DENSE
+    ]
+    return [CacheSpec.dense(), *sparse]
 
 
 def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str | None = None) -> Accuracy:

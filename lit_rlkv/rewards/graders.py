@@ -103,25 +103,19 @@ class Threads(Grader):
         self._pool.shutdown(wait=True)
 
     def _answer(self, question: Question) -> float:
-        try:
-            return self._try(question)
-        except Exception as error:
-            failure = _shortened(error)
-        raise failure  # out here, because it would keep the error as its context in there
-
-    def _try(self, question: Question) -> float:
         backoff_s = BACKOFF_S
-        for _ in range(self._retries):
+        for n_left in range(self._retries, -1, -1):
             try:
                 return as_score(self._ask(question))
-            except NonRetryableError:
-                raise
-            except Exception as error:  # the last attempt, below, raises its own
-                log.info("a reward function failed; the next attempt is in %g s: %s", backoff_s, error)
-                if self._is_closing.wait(backoff_s):
-                    raise
+            except Exception as error:
+                failure = _shortened(error)
+                if n_left == 0 or isinstance(error, NonRetryableError):
+                    break
+            log.info("a reward function failed; the next attempt is in %g s: %s", backoff_s, failure)
+            if self._is_closing.wait(backoff_s):
+                break
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-        return as_score(self._ask(question))
+        raise failure  # out here, because it would keep the error as its context in there
 
 
 class GraderPool:

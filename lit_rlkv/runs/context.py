@@ -23,7 +23,6 @@ from lit_rlkv.data.validation import (
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.packing import TOKENS_PER_PASS
@@ -66,11 +65,6 @@ class RunContext:
     def is_sharded(self) -> bool:
         """True if the layers of backbones are sharded over the ranks."""
         return isinstance(self.fabric.strategy, ShardedStrategy)
-
-    @property
-    def cache(self) -> CacheSpec:
-        """The cache of the config; a correction may sample rollouts with a dense one instead."""
-        return self.cfg.parts.cache
 
     @property
     def accuracy(self) -> Accuracy:

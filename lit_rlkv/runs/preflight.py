@@ -1,8 +1,8 @@
 """What a config names, built once and checked: classes of the right kind, and objects that fit each other."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -16,10 +16,10 @@ from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
 from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
+from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import DENSE
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
@@ -73,40 +73,25 @@ class CheckedConfig(Config):
             needed |= set(getattr(callback, "needs", ()))
         return needed
 
-    def evaluation_caches(self, policies: Sequence[str] | None = None) -> list[CacheSpec]:
-        """Return the caches to evaluate: dense, then each policy at each budget, the rollouts' among them.
-
-        Args:
-            policies: eviction policies; None: the run's.
-
-        Raises:
-            ValueError: a budget is too small for the cache's sink and window.
-        """
-        own = self.parts.cache
-        chosen = [name for name in dict.fromkeys(policies or [self.cache.policy]) if name != DENSE]
-        budgets = sorted({*self.evaluation.budgets, self.cache.budget}, reverse=True)
-        options = {self.cache.policy: own.policy_options}  # other policies have other options
-        sparse = [
-            replace(own, policy=policy, budget=budget, policy_options=options.get(policy, {}))
-            for policy in chosen
-            for budget in budgets
-        ]
-        return [CacheSpec.dense(), *sparse]
-
 
 def checked_config(cfg: DictConfig) -> CheckedConfig:
-    """Build what a composed config names, and check that the objects fit each other.
+    """Parse a composed config, and `build_and_check` what it names."""
+    return build_and_check(parse_config(cfg))
+
+
+def build_and_check(config: Config) -> CheckedConfig:
+    """Build what a config names, and check that the objects fit each other.
 
     Raises:
         ConfigError: the first rule that is broken.
     """
-    config = parse_config(cfg)
     check_targets(config.source)
     checked = CheckedConfig(**vars(config), parts=build_parts(config))
     with as_config_errors("evaluation.budgets"):
-        checked.evaluation_caches()
+        caches_to_evaluate(checked.parts.cache, config.evaluation.budgets)
     _check_algorithm(checked)
-    _check_reward(checked)
+    _check_minibatches(checked)
+    _check_verifier(checked)
     if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
         has_head, is_apart = config.sft.trains_reward_head, not config.sft.joint
         check_critics(checked, "the model of the SFT stage", has_head=has_head, is_apart=is_apart)
@@ -121,13 +106,11 @@ def build_parts(cfg: Config) -> Parts:
     Raises:
         ConfigError: an object cannot be built, or is of the wrong kind.
     """
-    preset = cfg.model.preset
-    require(
-        not preset or bool(preset.get("_partial_")),
-        "model.preset must have _partial_: true, as the run adds arguments; add +model.preset._partial_=true",
-    )
     with as_config_errors("cache"):
         cache = CacheSpec(**vars(cfg.cache))
+    user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
+    with as_config_errors("user_callbacks"):
+        check_hooks(user_callbacks.values())
     return Parts(
         task=build_task(cfg),
         cache=cache,
@@ -139,17 +122,13 @@ def build_parts(cfg: Config) -> Parts:
         reward_functions=build_reward_functions(cfg.reward),
         distillation=None if cfg.distillation is None else build(cfg.distillation),
         diagnostics=[build(node) for node in cfg.diagnostics.values() if node is not None],
-        user_callbacks=build_user_callbacks(cfg),
+        user_callbacks=[*user_callbacks.values()],
         logger=None if cfg.logger is None else build(cfg.logger),
     )
 
 
 def _built(name: str, node: Any, kind: type) -> Any:
     """Return the object of a key, which must be of a kind."""
-    require(
-        isinstance(node, DictConfig) and "_target_" in node,
-        f"{name}={node} must name a {kind.__name__} in _target_; give {name}._target_",
-    )
     try:
         found = build(node)
     except ConfigError as error:
@@ -159,6 +138,11 @@ def _built(name: str, node: Any, kind: type) -> Any:
         f"{name}._target_={node._target_} must be a {kind.__module__}.{kind.__name__}",
     )
     return found
+
+
+def _built_each(name: str, nodes: DictConfig, kind: type) -> dict[str, Any]:
+    """Return the objects that a user has named, by their names and in the order of the config."""
+    return {each: _built(f"{name}.{each}", node, kind) for each, node in named_items(nodes)}
 
 
 def _build_module(algorithm: AlgorithmConfig) -> "partial[PolicyModule]":
@@ -222,8 +206,6 @@ def _check_algorithm(cfg: CheckedConfig) -> None:
         f"algorithm.advantage: {module.__name__} learns from {module.advantage_estimator.__name__}, not from "
         f"{type(advantage).__name__}; choose an algorithm and change its options",
     )
-    is_pairwise = isinstance(advantage, PairAdvantage)
-    _check_parts(algorithm, cfg.rollout.n_prompts, is_pairwise=is_pairwise)
     kl, n_rows = algorithm.kl, cfg.rollout.n_prompts * algorithm.group_size
     require(
         kl.target is None or kl.horizon > MAX_ERROR * n_rows,
@@ -231,43 +213,42 @@ def _check_algorithm(cfg: CheckedConfig) -> None:
         f"more than {MAX_ERROR * n_rows:.0f}",
     )
     require(
-        kl.place == "loss" or not is_pairwise,
+        kl.place == "loss" or not isinstance(advantage, PairAdvantage),
         "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the reference by "
         "beta; use place=loss or weight=0",
     )
-    has_critic = cfg.parts.has_critic
     require(
-        0 <= algorithm.critic_warmup < algorithm.n_iterations
-        and (has_critic or algorithm.critic_warmup == 0),
+        algorithm.critic_warmup < (algorithm.n_iterations if cfg.parts.has_critic else 1),
         f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
         f"n_iterations={algorithm.n_iterations} with one",
     )
 
 
-def _check_parts(algorithm: AlgorithmConfig, n_prompts: int, *, is_pairwise: bool, of: str = "") -> None:
-    """Check that the responses or pairs to `n_prompts` prompts fill the parts of an iteration."""
-    n_parts = algorithm.n_minibatches
-    n_units = n_prompts * (1 if is_pairwise else algorithm.group_size)
+def _check_minibatches(cfg: CheckedConfig, n_shards: int = 1) -> None:
+    """Check that the responses or pairs of each shard suffice for the minibatches."""
+    is_pairwise = isinstance(cfg.parts.advantage, PairAdvantage)
+    n_prompts, n_minibatches = cfg.rollout.n_prompts // n_shards, cfg.algorithm.n_minibatches
+    n_units = n_prompts if is_pairwise else n_prompts * cfg.algorithm.group_size
     require(
-        1 <= n_parts <= n_units,
-        f"algorithm.n_minibatches={n_parts} cannot be cut from {n_units} "
-        f"{'pairs' if is_pairwise else 'responses'}{of}; lower it, or raise rollout.n_prompts",
+        n_minibatches <= n_units,
+        f"algorithm.n_minibatches={n_minibatches} cannot be cut from {n_units} "
+        f"{'pairs' if is_pairwise else 'responses'}{f' of each of {n_shards} shards' if n_shards > 1 else ''}"
+        "; lower it, or raise rollout.n_prompts",
     )
 
 
-def _check_reward(cfg: CheckedConfig) -> None:
+def _check_verifier(cfg: CheckedConfig) -> None:
     task = cfg.parts.task
-    require(
-        cfg.sft.on_policy_pairs.n_prompts == 0 or task.is_verifiable,
-        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task must be able to verify "
-        "answers, which preferences cannot; use 0",
-    )
-    require(
-        cfg.reward.verifier == 0 or task.is_verifiable,
-        f"reward.verifier={cfg.reward.verifier}: {type(task).__name__} cannot verify answers, as with "
-        "preferences, or answers without answer_after; use reward=learned, or reward.verifier=0 and "
-        "reward.functions",
-    )
+    settings = {
+        "sft.on_policy_pairs.n_prompts": cfg.sft.on_policy_pairs.n_prompts,
+        "reward.verifier": cfg.reward.verifier,
+    }
+    for name, value in settings.items():
+        require(
+            value == 0 or task.is_verifiable,
+            f"{name}={value}: {type(task).__name__} cannot verify answers, as with preferences, or answers "
+            f"without answer_after; use {name}=0, as reward=learned and reward.functions need no verifier",
+        )
 
 
 def check_critics(cfg: CheckedConfig, start: str, *, has_head: bool, is_apart: bool) -> None:
@@ -338,43 +319,19 @@ def check_shares(cfg: CheckedConfig, n_ranks: int) -> None:
         ConfigError: they cannot; ranks with less work would wait for the others.
     """
     n_shards = cfg.rollout.n_shards or n_ranks
-    require(
-        n_shards % n_ranks == 0,
-        f"rollout.n_shards={n_shards} cannot be divided evenly over {n_ranks} processes; give a multiple of "
-        "it, or null",
-    )
-    shared = {"rollout.n_prompts": (cfg.rollout.n_prompts, n_shards)}
+    shared = {
+        "rollout.n_shards": (n_shards, n_ranks),
+        "rollout.n_prompts": (cfg.rollout.n_prompts, n_shards),
+    }
     if "sft" in cfg.stages:
         shared |= {"sft.batch_size": (cfg.sft.batch_size, n_ranks), "sft.n_pairs": (cfg.sft.n_pairs, n_ranks)}
     for name, (value, n_parts) in shared.items():
         require(
             value % n_parts == 0,
             f"{name}={value} cannot be divided evenly over {n_parts} "
-            f"{'shards' if n_parts == n_shards else 'processes'}; give a multiple of {n_parts}",
+            f"{'shards' if name == 'rollout.n_prompts' else 'processes'}; give a multiple of {n_parts}",
         )
-    if n_shards > 1:
-        is_pairwise = isinstance(cfg.parts.advantage, PairAdvantage)
-        _check_parts(
-            cfg.algorithm,
-            cfg.rollout.n_prompts // n_shards,
-            is_pairwise=is_pairwise,
-            of=f" of each of {n_shards} shards",
-        )
-
-
-def build_user_callbacks(cfg: Config) -> list[Callback]:
-    """Build the callbacks under `user_callbacks`, in the order of the config.
-
-    Raises:
-        ConfigError: a node names no callback, or a callback has a hook that is never called.
-    """
-    callbacks = []
-    for name, node in named_items(cfg.user_callbacks):
-        where = f"user_callbacks.{name}"
-        callbacks.append(_built(where, node, Callback))
-        with as_config_errors(where):
-            check_hooks(callbacks[-1:])
-    return callbacks
+    _check_minibatches(cfg, n_shards)
 
 
 def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
@@ -383,10 +340,7 @@ def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
     Raises:
         ConfigError: a node names no reward function, or the weights and names cannot work.
     """
-    functions = {
-        name: _built(f"reward.functions.{name}", node, RewardFunction)
-        for name, node in named_items(cfg.functions)
-    }
+    functions: dict[str, RewardFunction] = _built_each("reward.functions", cfg.functions, RewardFunction)
     with as_config_errors("reward"):
         RewardRule(cfg, functions)
     return functions

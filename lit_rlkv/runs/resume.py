@@ -1,4 +1,4 @@
-"""Start or resume a run: check its config, start the processes, find and lock its folder."""
+"""Start or resume a run: start the processes, find and lock its folder."""
 
 import logging
 import os
@@ -24,7 +24,6 @@ from lit_rlkv.run_files import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import BusyError, FolderLock
-from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.starting_model import SFT_MODELS
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ class LogFile(logging.FileHandler):
 class Session:
     """The launched processes of a run and the folder that they hold."""
 
-    cfg: CheckedConfig
     run_dir: Path
     fabric: Fabric
     is_resumed: bool
@@ -56,27 +54,25 @@ class Session:
 
 @contextmanager
 def open_session(
-    composed: DictConfig,
+    cfg: Config,
     run_dir: Path,
     old_dir: Path | None,
     console: Console,
     interruption: Interruption,
 ) -> Iterator[Session]:
-    """Check the config, start the processes of the run and lock its folder until the block ends.
+    """Start the processes of a run and lock its folder until the block ends.
 
     Args:
-        composed: the config of the run.
         run_dir: folder of a new run.
-        old_dir: folder of the run to resume; None for a new run, or to find one by the config if
-            `composed.resume` is `auto`.
+        old_dir: folder of the run to resume; None for a new run, or to find one by the config if `cfg.resume`
+            is `auto`.
         console: silenced on every rank but 0.
 
     Raises:
-        ConfigError: a mistake in the config, or another process works in the folder.
+        ConfigError: another process works in the folder.
         InterruptedRunError: a signal ended the run; its state is saved.
     """
-    is_auto = old_dir is None and composed.resume == AUTO
-    cfg = checked_config(composed)
+    is_auto = old_dir is None and cfg.resume == AUTO
     fabric = make_fabric(cfg)
     # A rank that ended alone would leave the others waiting, also during their start.
     together = interruption.together(fabric.world_size)
@@ -95,7 +91,7 @@ def open_session(
         if fabric.is_global_zero and ((run_dir / LOG).is_file() or not (run_dir / LOG).exists()):
             logging.getLogger().addHandler(LogFile(run_dir / LOG, delay=True))
         with mark_interrupted(run_dir, is_rank_zero=fabric.is_global_zero):
-            yield Session(cfg, run_dir, fabric, is_resumed=old_dir is not None)
+            yield Session(run_dir, fabric, is_resumed=old_dir is not None)
 
 
 def lock_run_dir(

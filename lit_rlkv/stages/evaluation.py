@@ -13,7 +13,7 @@ from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
-from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator
+from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator, caches_to_evaluate
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.evaluation.reward_model import score_pairs
 from lit_rlkv.interrupts import Interruption
@@ -62,7 +62,8 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     say(run.console, "after training" if "rl" in context.cfg.stages else "", stage="eval")
     with run.timed("eval"):
         results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
-    budget = None if context.cache.is_dense else context.cache.budget
+    cache = context.cfg.parts.cache
+    budget = None if cache.is_dense else cache.budget
     results.final = final_metrics(results.before, results.after, budget)
     run.save_results(must_succeed=True)
 
@@ -116,12 +117,13 @@ def evaluate_policy(
     Raises:
         InterruptedRunError: a signal ended the run; the scores so far are lost.
     """
-    caches = context.cfg.evaluation_caches()
+    own = context.cfg.parts.cache
+    caches = caches_to_evaluate(own, context.cfg.evaluation.budgets)
     rows, pictured = [], None
     scores = score_caches(context, roles, caches, interruption=interruption)
     for cache, found in zip(caches, scores, strict=True):
         rows.append(found.row)
-        if cache == context.cache or pictured is None:
+        if cache == own or pictured is None:
             pictured = found.rollout
     return rows, pictured
 

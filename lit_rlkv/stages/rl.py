@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning import Callback
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
-from lit_rlkv.callbacks.hooks import check_hooks, loss_terms_of
+from lit_rlkv.callbacks.hooks import loss_terms_of
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -34,10 +34,8 @@ def train_policy(
         backbone: fingerprint of the frozen weights, kept in each checkpoint.
 
     Raises:
-        TypeError: a callback has a hook that the loop never calls.
         ConfigError: the checkpoint holds other parameters, or the data has changed since.
     """
-    check_hooks(callbacks)
     cfg = context.cfg
     algorithm = cfg.algorithm
     ranks = ranks_of(context.fabric)
@@ -52,7 +50,7 @@ def train_policy(
             rank=ranks.rank,
             world_size=ranks.size,
         ),
-        context.cache,
+        cfg.parts.cache,
         cfg.parts.correction,
         cfg.parts.advantage,
         cfg.rollout,

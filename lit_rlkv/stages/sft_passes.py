@@ -133,7 +133,7 @@ def on_policy_preference_pairs(
     """
     source = PromptSource(context.task, split="train", seed=derive_seed(seed, "answered"))
     problems = source.take(n_prompts)
-    batch_size = evaluation_rows(context, backbone, backbone, [context.cache])
+    batch_size = evaluation_rows(context, backbone, backbone, [context.cfg.parts.cache])
     ranks = ranks_of(context.fabric)
     starts = range(0, n_prompts, batch_size)[ranks.rank :: ranks.size]
     own: list[tuple[int, list[PreferencePair]]] = []
@@ -176,7 +176,7 @@ def _wrong_answers(
             context.tokenizer,
             encode_prompts(context.tokenizer, [p.prompt for p in problems]),
             replace(settings, max_rows=None, replay_routing=False),
-            cache=context.cache,
+            cache=context.cfg.parts.cache,
             generator=generator,
             on_progress=on_progress,
         )

@@ -91,7 +91,7 @@ MISTAKES = [
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
         ["+reward.functions.a={weight: 1}"],
-        "reward.functions.a={'weight': 1} must name a RewardFunction in _target_",
+        "reward.functions.a must name its class or function in _target_, got null",
     ),
     (
         ["+reward.functions.a={_target_: lit_rlkv.tasks.ChainSum}"],
@@ -179,6 +179,7 @@ MISTAKES = [
         ["algorithm=ppo", "algorithm.advantage.whiten_advantages=no"],
         "algorithm.advantage.whiten_advantages must be true or false, got no",
     ),
+    (["+user_callbacks.a=null"], "user_callbacks.a must name its class or function in _target_, got null"),
     (["algorithm.loss._partial_=1e39"], "algorithm.loss._partial_ must"),
     (["optimizer._partial_=1"], "optimizer._partial_ must be true or false, got 1"),
     (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing must be true or false, got no"),
@@ -206,7 +207,7 @@ MISTAKES = [
             "reward=learned",
             "sft.on_policy_pairs.n_prompts=8",
         ],
-        "the task must be able to verify answers",
+        "sft.on_policy_pairs.n_prompts=8: Preferences cannot verify answers",
     ),
     (
         ["roles.layout=hydro"],
