@@ -28,6 +28,7 @@ from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.rollout.expert_record import ExpertRecord
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.mask_record import MaskRecord, RowIds
+from lit_rlkv.rollout.paused_rows import PausedRow, pause_rows, resume_rows
 from lit_rlkv.rollout.sampling import Truncation, sample
 from lit_rlkv.types import TensorBatch
 
@@ -191,7 +192,8 @@ class Decoder:
 
         The given tokens are read with the row's newest one, which no forward has read yet. They are part of
         the sequence, but not of the response: `response_mask` is False on them, and they have no log-probs.
-        The rows may have ended, for example with the end of their turn, but in the latest step only.
+        The rows may have ended, for example with the end of their turn: in the latest step, or with a `pause`
+        directly after it and a `resume` before this.
 
         Args:
             tokens: left-padded tokens, at least one in each row.
@@ -219,6 +221,15 @@ class Decoder:
             new = slice(-1 - length, None)
             logits = self._feed([rows[i] for i in part], tokens[part, new], is_token[part, new])
             self._sample_after(index[part], logits)
+
+    def pause(self, rows: Sequence[int]) -> list[PausedRow]:
+        """Put aside what further steps overwrite of rows that have ended in the latest one."""
+        self.kv.levels.stop(rows)
+        return pause_rows(self.kv, self.newest, rows)
+
+    def resume(self, rows: Sequence[int], paused: Sequence[PausedRow]) -> None:
+        """Put paused rows back, which may have other numbers now."""
+        resume_rows(self.kv, self.newest, rows, paused)
 
     def _feed(
         self,
@@ -351,8 +362,9 @@ class Decoder:
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
         """Sample a token for each row and write it into the next column."""
         settings, is_running = self.settings, self.is_running[rows]
+        noise_rows = self._noise_rows if rows is self.all_rows else None
         token, logp, kept = sample(
-            logits, settings.temperature, self.generator, settings.truncation, self._noise_rows
+            logits, settings.temperature, self.generator, settings.truncation, noise_rows
         )
         if self._masks is not None and kept is not None:
             self._masks.write(rows, kept, is_running)
