@@ -61,7 +61,8 @@ def check_types(cfg: DictConfig) -> Config:
     chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
     nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
     nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
-    nodes |= {"model.preset": config.model.preset or None, "sft.optimizer": config.sft.optimizer}
+    nodes |= {"model.preset": config.model.preset or None, "environment": config.environment}
+    nodes |= {"sft.optimizer": config.sft.optimizer}
     for name, node in nodes.items():
         target = node.get("_target_") if isinstance(node, DictConfig) else node
         require(

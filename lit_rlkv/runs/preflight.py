@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from hydra.utils import get_object
 from lightning import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
@@ -16,6 +16,7 @@ from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
 from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
+from lit_rlkv.environments import Environment
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
@@ -34,6 +35,8 @@ class Parts:
     """The objects that a config names, each built once in a process."""
 
     task: Task
+    environment_factory: Callable[[], Environment] | None
+    """Makes the environment of one response; None: responses have one turn."""
     cache: CacheSpec
     """Of the config; a correction may sample rollouts with a dense one instead."""
     advantage: AdvantageEstimator
@@ -105,6 +108,7 @@ def build_parts(cfg: Config) -> Parts:
         cache = CacheSpec(**vars(cfg.cache))
     return Parts(
         task=task,
+        environment_factory=build_environment_factory(cfg),
         cache=cache,
         advantage=build(cfg.algorithm.advantage),
         correction=build(cfg.correction),
@@ -134,6 +138,24 @@ def build_task(cfg: Config) -> Task:
         meter.stop()
     require(isinstance(task, Task), f"task._target_={cfg.task._target_} must be a lit_rlkv.tasks.Task")
     return cast(Task, task)
+
+
+def build_environment_factory(cfg: Config) -> Callable[[], Environment] | None:
+    """Return what makes environments, after it has made one.
+
+    Raises:
+        ConfigError: the target is no environment, or does not take its arguments.
+    """
+    if cfg.environment is None:
+        return None
+    factory = build(OmegaConf.create({**cfg.environment, "_partial_": True}))
+    with as_config_errors("environment"):
+        made = factory()
+    require(
+        isinstance(made, Environment),
+        f"environment._target_={cfg.environment._target_} must be a lit_rlkv.environments.Environment",
+    )
+    return cast("Callable[[], Environment]", factory)
 
 
 def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optimizer]:
@@ -212,6 +234,15 @@ def _check_reward(cfg: CheckedConfig) -> None:
         cfg.sft.on_policy_pairs.n_prompts == 0 or task.is_verifiable,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts}: the task must be able to verify "
         "answers, which preferences cannot; use 0",
+    )
+    require(
+        cfg.sft.on_policy_pairs.n_prompts == 0 or cfg.environment is None,
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} pairs solutions with wrong "
+        "answers of one turn, and with an environment there are several; use 0, or environment=none",
+    )
+    require(
+        cfg.reward.environment == 0 or cfg.environment is not None,
+        f"reward.environment={cfg.reward.environment} needs an environment; choose one, or use 0",
     )
     require(
         cfg.reward.verifier == 0 or task.is_verifiable,

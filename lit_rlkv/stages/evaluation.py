@@ -121,6 +121,7 @@ def score_caches(
         tokens_per_pass=tokens_per_pass(
             context, roles, roles.backbone("policy"), roles.layout.adapter["policy"]
         ),
+        environments=context.environments,
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
