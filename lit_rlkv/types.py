@@ -85,7 +85,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat; `role` is system, user or assistant."""
+    """One turn of a chat; `role` is system, user, assistant or tool."""
 
     role: str
     content: str
@@ -111,6 +111,8 @@ class Problem:
     answer: str
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """More fields for reward functions, as JSON values."""
+    turns: tuple[str, ...] = ()
+    """Worked turns before the solution: a response and its observation, and so on, for SFT."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -223,6 +224,8 @@ def make_datamodule(
     advantage: AdvantageEstimator | None = None,
     reward=None,
     functions=None,
+    environment=None,
+    tokenizer=None,
     task=None,
     rollout=None,
     roles_config=None,
@@ -234,20 +237,22 @@ def make_datamodule(
     task = task or DigitsAreGood(n_terms=3)
     rollout = {"n_prompts": 4, "max_new_tokens": 10} | (rollout or {})
     algorithm = {"group_size": 4, "n_minibatches": 1, "aggregation": "sequence"} | algorithm
+    tokenizer, settings = tokenizer or build_task_tokenizer(), RolloutConfig(**rollout)
     return RolloutDataModule(
         roles,
-        build_task_tokenizer(),
+        tokenizer,
         task,
         PromptSource(task, split="train", seed=seed),
         spec,
         correction,
         advantage or GroupAdvantage("grpo"),
-        RolloutConfig(**rollout),
+        settings,
         AlgorithmConfig(**algorithm),
         seed=seed,
         roles_config=roles_config,
         reward=reward,
         rewards=RewardManager(functions or {}),
+        environments=None if environment is None else EnvironmentPool(environment, settings, tokenizer),
         learner_parts=learner_parts,
         warmup_part=warmup_part,
         tokens_per_pass=tokens_per_pass,

@@ -11,8 +11,9 @@ from lit_rlkv.diagnostics.importance_ratios import replay_gap, rollout_correctio
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative
-from lit_rlkv.experience.reward import OWN
+from lit_rlkv.experience.reward import ENVIRONMENT, OWN
 from lit_rlkv.objectives.reduction import masked_mean, masked_sum
+from lit_rlkv.rollout.turns import turn_starts
 from lit_rlkv.types import Rewards
 
 
@@ -34,6 +35,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         **reference_statistics(experience),
         **reward_statistics(experience.rewards),
     }
+    if ENVIRONMENT in experience.rewards.components:
+        scalars["completions/mean_turns"] = turn_starts(rollout.response_mask).sum(dim=1).float().mean()
     return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
 
 
@@ -86,7 +89,7 @@ def critic_statistics(experience: Experience) -> dict[str, Tensor]:
     # Monte Carlo returns, because GAE returns contain the values to evaluate.
     response_mask = rollout.response_mask
     rewards = token_rewards(experience.rewards.total, response_mask, experience.kl_penalty)
-    found = discounted_sums(rewards, experience.gamma)
+    found = discounted_sums(rewards, response_mask, experience.gamma)
     return {"value/explained_variance": explained_variance(values, found, response_mask)}
 
 

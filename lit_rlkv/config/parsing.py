@@ -61,7 +61,8 @@ def check_types(cfg: DictConfig) -> Config:
     users = {"user_callbacks": config.user_callbacks, "reward.functions": config.reward.functions}
     for group, named in users.items():  # none of these can be null
         nodes |= {f"{group}.{name}": node or OmegaConf.create() for name, node in named_items(named)}
-    nodes |= {"model.preset": config.model.preset or None, "sft.optimizer": config.sft.optimizer}
+    nodes |= {"model.preset": config.model.preset or None, "environment": config.environment}
+    nodes |= {"sft.optimizer": config.sft.optimizer}
     for name, node in nodes.items():
         target = node.get("_target_") if isinstance(node, DictConfig) else node
         require(

@@ -74,6 +74,18 @@ class RolloutConfig:
         "cache is compacted to its budget; null: each prompt in one piece",
         least=1,
     )
+    max_turns: int = option(8, "most turns of a response; only with an environment", least=1)
+    max_observation_tokens: int = option(
+        256, "most tokens of an observation, whose text is cut; max_new_tokens counts them too", least=1
+    )
+    environment_timeout_s: Number | None = option(
+        10.0,
+        "time limit of a reset or step, after which the response has failed; null: none, and they are "
+        "called one after another, so that a rollout depends on the seed alone",
+        above=0,
+        most=86_400,
+    )
+    environment_workers: int = option(8, "environments that are called at a time", least=1, most=4096)
     n_shards: int | None = option(
         None,
         "parts of the prompts with random numbers of their own; fixed, a run is the same on 1 to n_shards "
@@ -193,6 +205,9 @@ class RewardConfig:
 
     verifier: Number = option(0.0, "weight of the task's score, which is always logged", least=0)
     learned: Number = option(0.0, "weight of the reward role's score; 0 leaves the role out", least=0)
+    environment: Number = option(
+        0.0, "weight of the environment's reward, the sum over the turns, which is always logged", least=0
+    )
     functions: Node = option({}, "more scores by name, each a _target_ of lit_rlkv.rewards with a weight")
     accuracy: str | None = option(
         None, "the function that evaluations count right answers by; null: the task's own score"
@@ -380,6 +395,9 @@ class Config:
     trusted_modules: tuple[str, ...] = option((), "your modules that may be named; on the command line only")
     user_callbacks: Node = option({}, "your callbacks by name, each a _target_ with its arguments")
     task: Node = chosen("problems with verifier: lit_rlkv.tasks.*, or your own")
+    environment: Node | None = option(
+        None, "answers the turns of responses: lit_rlkv.environments.*, or your own; null: one turn"
+    )
     model: ModelConfig = group(ModelConfig)
     cache: CacheConfig = group(CacheConfig)
     rollout: RolloutConfig = group(RolloutConfig)

@@ -16,6 +16,7 @@ OURS = "lit_rlkv.reporting.loggers."
 CALLBACKS, OPTIMIZERS = ("lit_rlkv.callbacks.",), ("torch.optim.",)
 ALLOWED = {
     "task": ("lit_rlkv.tasks.",),
+    "environment": ("lit_rlkv.environments.",),
     "model": ("lit_rlkv.models.presets.",),
     "algorithm": ("lit_rlkv.experience.advantages.", "lit_rlkv.modules.", "lit_rlkv.rewards.judges."),
     "correction": ("lit_rlkv.objectives.corrections.",),

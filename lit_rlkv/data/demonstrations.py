@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import encode, encode_prompts
+from lit_rlkv.data.tokenizers import encode, encode_observation, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
@@ -32,7 +32,7 @@ class DemonstrationBatch(TensorBatch):
     attention_mask: Bool[Tensor, "batch seq"]
     """True on prompt and completion tokens, False on padding."""
     is_target: Bool[Tensor, "batch seq"]
-    """True on completion tokens, including the end-of-sequence token."""
+    """True on completion tokens, including the end-of-sequence tokens, not on observations between turns."""
     n_tokens: int
     """Tokens of the longest row without its padding: positions are each row's own. An int, because asking a
     tensor for it would make the host wait for the device."""
@@ -102,8 +102,12 @@ class PreferenceDataModule(L.LightningDataModule):
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
         problems = self.source.take(self.batch_size)
-        prompts, solutions = [p.prompt for p in problems], [p.solution for p in problems]
-        chosen = encode_completions(self.tokenizer, prompts, solutions)
+        chosen = encode_completions(
+            self.tokenizer,
+            [problem.prompt for problem in problems],
+            [problem.solution for problem in problems],
+            [problem.turns for problem in problems],
+        )
         n_targets = sum(self.ranks.all_gather_object([int(chosen.is_target.sum())]))
         return SFTBatch(chosen, rejected, n_targets, self.n_pairs)
 
@@ -138,9 +142,15 @@ class PreferenceDataModule(L.LightningDataModule):
     def _rejected(self) -> DemonstrationBatch:
         """Return this rank's rejected sides; one stream corrupts the pairs of all ranks, however many."""
         rng = Random(derive_seed(self.seed, "corrupt", self.n_batches, SINGLE_PROCESS.rank))
-        pairs = [preference_pair(self.task, problem, rng) for problem in self.source.peek(self.n_pairs)]
-        pairs = pairs[self.ranks.rank :: self.ranks.size]
-        return encode_completions(self.tokenizer, [p.prompt for p in pairs], [p.rejected for p in pairs])
+        problems = self.source.peek(self.n_pairs)
+        rejected = [preference_pair(self.task, problem, rng).rejected for problem in problems]
+        own = slice(self.ranks.rank, None, self.ranks.size)
+        return encode_completions(
+            self.tokenizer,
+            [problem.prompt for problem in problems[own]],
+            rejected[own],
+            [problem.turns for problem in problems[own]],
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "source": self.source.state_dict()}
@@ -187,22 +197,35 @@ def preference_pair(task: Task, problem: Problem, rng: Random) -> PreferencePair
 
 
 def encode_completions(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    turns: Sequence[Sequence[str]] | None = None,
 ) -> DemonstrationBatch:
-    """Return prompts, padded on the left, with completion and end of sequence, padded on the right."""
+    """Return prompts, padded on the left, with completion and end of sequence, padded on the right.
+
+    Args:
+        turns: of each row, what comes before the completion: a response and its observation, and so on.
+    """
     left = encode_prompts(tokenizer, prompts)
-    endings = [[*encode(tokenizer, completion), tokenizer.eos_token_id] for completion in completions]
+    endings: list[list[int]] = []
+    targets: list[list[bool]] = []
+    for before, completion in zip(turns or [()] * len(prompts), completions, strict=True):
+        said = [[*encode(tokenizer, text), tokenizer.eos_token_id] for text in (*before[::2], completion)]
+        given = [*(encode_observation(tokenizer, text) for text in before[1::2]), []]
+        parts = [part for pair in zip(said, given, strict=True) for part in pair]
+        endings.append([id_ for part in parts for id_ in part])
+        targets.append([number % 2 == 0 for number, part in enumerate(parts) for _ in part])
     width = max(len(ending) for ending in endings)
-    right_ids = torch.tensor(
-        [ending + [tokenizer.pad_token_id] * (width - len(ending)) for ending in endings]
-    )
-    n_targets = torch.tensor([len(ending) for ending in endings])
-    is_ending = torch.arange(width) < n_targets[:, None]
-    attention_mask = torch.cat([left.attention_mask, is_ending], dim=1)
+    pad = tokenizer.pad_token_id
+    right_ids = torch.tensor([ending + [pad] * (width - len(ending)) for ending in endings])
+    right_targets = torch.tensor([target + [False] * (width - len(target)) for target in targets])
+    n_tokens = torch.tensor([len(ending) for ending in endings])
+    attention_mask = torch.cat([left.attention_mask, torch.arange(width) < n_tokens[:, None]], dim=1)
     return DemonstrationBatch(
         input_ids=torch.cat([left.input_ids, right_ids], dim=1),
         attention_mask=attention_mask,
-        is_target=torch.cat([torch.zeros_like(left.attention_mask), is_ending], dim=1),
+        is_target=torch.cat([torch.zeros_like(left.attention_mask), right_targets], dim=1),
         n_tokens=int(attention_mask.sum(dim=1).max()),
     )
 

@@ -2,11 +2,11 @@
 
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,6 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from lit_rlkv.models.loading import friendly_errors
+from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
 
 PAD_TOKEN = "<pad>"
@@ -127,10 +128,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return _plain_ids(tokenizer, text)
 
 
-def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+Tool = Callable[..., Any]
+
+
+def format_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Sequence[Tool] | None = None
+) -> str:
     """Return the prompt in the tokenizer's chat template, up to the start of the assistant's answer.
 
     A text is one user message, or stays as it is without a template.
+
+    Args:
+        tools: functions that the template describes to the model, if it can.
     """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
@@ -140,7 +149,9 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
             "that has one, or prompts that are text"
         )
     try:
-        text = tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            _messages(prompt), tools=[*tools] if tools else None, tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
         raise ValueError(
             f"the tokenizer's chat template refuses {prompt_text(prompt)!r}: {error}; change the "
@@ -149,9 +160,11 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     return cast(str, text)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Sequence[Tool] | None = None
+) -> list[int]:
     """Return the token ids of a formatted prompt, with opening tokens unless a chat template wrote them."""
-    text = format_prompt(tokenizer, prompt)
+    text = format_prompt(tokenizer, prompt, tools)
     for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         check_encodable(tokenizer, content)
     has_template = tokenizer.chat_template is not None
@@ -159,6 +172,41 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     if not input_ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
     return input_ids if has_template else _open_ended(input_ids, end_token_ids(tokenizer))
+
+
+_TURN = "<<turn>>"
+"""Text of a turn, to find what a chat template writes after one."""
+
+
+def encode_observation(tokenizer: PreTrainedTokenizerBase, observation: str | Sequence[Message]) -> list[int]:
+    """Return the tokens between a turn's end token and the next turn.
+
+    They are those that the chat template writes there: the observation as messages, a text as one of the
+    user, and the start of the assistant's answer. Without a template they are those of the text.
+
+    Raises:
+        ValueError: a text has no tokens, or the template refuses a message or leaves it out.
+    """
+    messages = (Message("user", observation),) if isinstance(observation, str) else tuple(observation)
+    for message in messages:
+        check_encodable(tokenizer, message.content)
+    if tokenizer.chat_template is None and isinstance(observation, str):
+        token_ids = _plain_ids(tokenizer, observation)
+    else:
+        chat = (Message("user", "."), Message("assistant", _TURN), *messages)
+        _, _, after = format_prompt(tokenizer, chat).partition(_TURN)
+        for message in messages:
+            if message.content.strip() not in after:
+                raise ValueError(
+                    f"the tokenizer's chat template leaves out a message of the role {message.role!r}; use "
+                    "another role, such as user, or another model"
+                )
+        token_ids = _plain_ids(tokenizer, after)
+        if token_ids and token_ids[0] in end_token_ids(tokenizer):
+            token_ids = token_ids[1:]  # the sampled turn has its own
+    if not token_ids:
+        raise ValueError(f"the observation {observation!r} has no tokens; make it longer")
+    return token_ids
 
 
 def _open_ended(input_ids: list[int], ends: Sequence[int]) -> list[int]:
@@ -204,11 +252,13 @@ def count_tokens(
     return [[*map(len, column)] for column in encoded]
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> PromptBatch:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], tools: Sequence[Tool] | None = None
+) -> PromptBatch:
     """Return the prompts as in `encode_prompt`, left-padded to the longest."""
     if not prompts:
         raise ValueError("prompts must not be an empty list; give at least one")
-    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt, tools) for prompt in prompts]
     width = max(len(row) for row in rows)
     input_ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
     n_tokens = torch.tensor([len(row) for row in rows])
@@ -227,20 +277,23 @@ def decode_completions(
     input_ids: Int[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> list[str]:
-    """Return the text of each row's response, exactly as sampled, without the closing end token.
+    """Return the text of each row's last turn, exactly as sampled, without the closing end token.
 
     Other special tokens stay visible: without them `2<pad>6` would pass for 26. So do ids without a token, of
     a vocabulary padded to a round size, written as `<|151999|>`.
     """
-    ends = set(end_token_ids(tokenizer))
-    input_ids, response_mask = input_ids.cpu(), response_mask.cpu()  # else each row would wait for the device
-    sampled = torch.unique(input_ids[response_mask]).tolist()
-    names = tokenizer.convert_ids_to_tokens(sampled)
-    nameless = {id_ for id_, name in zip(sampled, names, strict=True) if name is None}
-    completions = [row[is_mine].tolist() for row, is_mine in zip(input_ids, response_mask, strict=True)]
-    return [
-        _decoded(tokenizer, ids[:-1] if ids and ids[-1] in ends else ids, nameless) for ids in completions
-    ]
+    # On the CPU, else each row would wait for the device.
+    input_ids, response_mask = input_ids.cpu(), last_turn(response_mask.cpu())
+    rows = zip(input_ids, response_mask, strict=True)
+    return [decode_turn(tokenizer, row[is_turn].tolist()) for row, is_turn in rows]
+
+
+def decode_turn(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Return the text of one turn; see `decode_completions`."""
+    ids = list(token_ids)
+    names = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+    nameless = {id_ for id_, name in names if name is None}
+    return _decoded(tokenizer, ids[:-1] if ids and ids[-1] in end_token_ids(tokenizer) else ids, nameless)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, input_ids: list[int], nameless: set[int]) -> str:

@@ -29,7 +29,7 @@ class Sizes:
 
     prompts: list[int]
     solutions: list[int]
-    """Solutions, with the end of sequence."""
+    """Solutions and the turns before them, with the end of sequence."""
     rejected: list[int]
     """Rejected sides, with the end of sequence; 1 for rows without one."""
     places: list[str]
@@ -145,7 +145,9 @@ def _rows(task: Task, seed: int) -> Iterator[tuple[str, _Row]]:
     """Yield prompt, solution and rejected side of each problem, behind its place."""
     sides = map(task.rejected, range(len(task))) if isinstance(task, UserTask) else repeat("")
     for (place, problem), side in zip(_problems(task, seed), sides, strict=False):
-        yield place, (problem.prompt, problem.solution, side)
+        # A line break stands for the end token of each turn.
+        turns = (text if number % 2 else f"{text}\n" for number, text in enumerate(problem.turns))
+        yield place, (problem.prompt, "".join([*turns, problem.solution]), side)
 
 
 def _token_counts(

@@ -59,7 +59,8 @@ def retained_fraction(
     Only queries that predicted a response token count, of the rollouts of all `ranks`.
     """
     is_query = response_queries(rollout.response_mask)
-    is_last = is_query & ~response_queries(is_query)
+    column = torch.arange(is_query.shape[1], device=is_query.device)
+    is_last = is_query & (column == (column * is_query).amax(dim=1)[:, None])
     n_born = rollout.attention_mask.long().cumsum(dim=1)
     of_queries: list[Tensor] = []
     of_last: list[Tensor] = []

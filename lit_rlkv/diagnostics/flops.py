@@ -24,6 +24,7 @@ from lit_rlkv.diagnostics.evictions import cached_keys, response_queries
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.models.replay import prompt_columns
 from lit_rlkv.types import Rollout
 
 
@@ -107,17 +108,19 @@ def learner_work(
 def rollout_work(rollout: Rollout, group_size: int) -> tuple[ForwardWork, int]:
     """Return the work of sampling a rollout, and its number of logit positions.
 
-    Each prompt is read once for its group. A response of n tokens takes n − 1 decode steps, because its last
-    token is never read.
+    Each prompt is read once for its group. The tokens after it are read once for each response, but for its
+    last one, which is never read. Logits are computed where a token is sampled after them.
     """
     n_layers, n_kv_heads = rollout.evicted_at.shape[1:3]
-    is_step = rollout.response_mask & response_queries(rollout.response_mask)
-    steps = is_step.sum()
-    prompt_lens = (rollout.attention_mask & ~rollout.response_mask)[::group_size].sum(dim=1)
+    column = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
+    is_prompt = rollout.attention_mask & (column < prompt_columns(rollout)[:, None])
+    is_read = rollout.attention_mask & response_queries(rollout.attention_mask) & ~is_prompt
+    prompt_lens = is_prompt[::group_size].sum(dim=1)
     n_pairs = (prompt_lens * (prompt_lens + 1) // 2).sum() * n_layers * n_kv_heads
     for layer in range(n_layers):
-        n_pairs = n_pairs + cached_keys(rollout, layer).masked_fill(~is_step[:, None], 0).sum()
-    return ForwardWork(prompt_lens.sum() + steps, n_pairs), len(prompt_lens) + int(steps)
+        n_pairs = n_pairs + cached_keys(rollout, layer).masked_fill(~is_read[:, None], 0).sum()
+    n_positions = len(prompt_lens) + int(rollout.response_mask.sum()) - len(rollout.input_ids)
+    return ForwardWork(prompt_lens.sum() + is_read.sum(), n_pairs), n_positions
 
 
 def _language_model(model: PreTrainedModel) -> nn.Module:

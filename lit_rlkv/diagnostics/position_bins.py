@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rlkv.diagnostics.importance_ratios import effective_share
+from lit_rlkv.objectives.reduction import response_first
 
 MAX_BINS = 64
 """Most bins; longer responses have bins of several neighbouring positions."""
@@ -15,7 +16,7 @@ Arrays = dict[str, Tensor]
 
 def bin_starts(response_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, " bin"]:
     """Return the first position of each bin; the first response token has position 0."""
-    _, n_positions = _extent(response_mask)
+    n_positions = int(response_mask.sum(dim=1).max())
     return torch.arange(0, n_positions, _width(n_positions))
 
 
@@ -24,11 +25,12 @@ def by_position(
 ) -> Float[Tensor, "bin entry"]:
     """Return the values at the response tokens of each bin, NaN elsewhere.
 
-    All responses of a rollout begin in the same column, so a column is a position.
+    A position counts the response tokens before it, and no tokens that were given between them.
     """
-    first, n_positions = _extent(response_mask)
-    shown = slice(first, first + n_positions)
-    found = values[:, shown].masked_fill(~response_mask[:, shown], torch.nan)
+    n_positions = int(response_mask.sum(dim=1).max())
+    order = response_first(response_mask)[:, :n_positions]
+    found = values.expand_as(response_mask).gather(1, order)
+    found = found.masked_fill(~response_mask.gather(1, order), torch.nan)
     width = _width(n_positions)
     found = F.pad(found, (0, -n_positions % width), value=torch.nan)
     return found.reshape(len(found), -1, width).transpose(0, 1).flatten(1)
@@ -61,8 +63,9 @@ def prefixes_by_position(
     They are mean and 95th percentile of |log Π ρ| in nats, and the effective sample size (Σ w)² / (n Σ w²) of
     the weights w = Π ρ, from 1/n to 1. Responses that have ended keep their last value.
     """
-    so_far = log_ratio.masked_fill(~response_mask, 0.0).cumsum(dim=1)
-    is_shown = response_mask.any(dim=0).expand_as(response_mask)
+    order = response_first(response_mask)
+    so_far = log_ratio.masked_fill(~response_mask, 0.0).gather(1, order).cumsum(dim=1)
+    is_shown = response_mask.gather(1, order).any(dim=0).expand_as(response_mask)
     size = by_position(so_far.abs(), is_shown)
     share = effective_share(so_far.T)[None]
     return {
@@ -86,12 +89,6 @@ def as_lists(arrays: Arrays) -> dict[str, list[float | int | None]]:
         name: [None if value != value else value for value in values.tolist()]
         for name, values in arrays.items()
     }
-
-
-def _extent(response_mask: Bool[Tensor, "batch seq"]) -> tuple[int, int]:
-    """Return the first response column, and the number of columns from it to the last one."""
-    columns = response_mask.any(dim=0).nonzero().flatten().tolist()
-    return (columns[0], columns[-1] + 1 - columns[0]) if columns else (0, 0)
 
 
 def _width(n_positions: int) -> int:

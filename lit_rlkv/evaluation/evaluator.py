@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts
+from lit_rlkv.data.tokenizers import decode_completions
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.experience.reward import RewardsFailedError
-from lit_rlkv.experience.sample import sample_responses
+from lit_rlkv.experience.sample import begin_conversations, encode_conversations, sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import DENSE, Policy
@@ -129,6 +130,7 @@ class Evaluator:
         ranks: the ranks that share the work.
         batch_size: most responses sampled at a time.
         tokens_per_pass: most tokens of a forward, padding included.
+        environments: answer the turns of responses, of which the last is scored; None: there is one turn.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Evaluator:
         ranks: Ranks = SINGLE_PROCESS,
         batch_size: int = 512,
         tokens_per_pass: int = TOKENS_PER_PASS,
+        environments: EnvironmentPool | None = None,
     ) -> None:
         self.roles = roles
         self.tokenizer = tokenizer
@@ -167,6 +170,7 @@ class Evaluator:
         self.ranks = ranks
         self.batch_size = batch_size
         self.tokens_per_pass = tokens_per_pass
+        self.environments = environments
 
     @property
     def n_tokens(self) -> int:
@@ -317,15 +321,17 @@ class Evaluator:
         on_progress: Callable[[int], object] | None = None,
     ) -> Rollout:
         rounds = () if first == 0 else (first,)
+        talk = begin_conversations(self.environments, {0: problems}, n_samples).get(0)
         with acting_as(self.roles, "policy") as backbone:
             names = ("evaluate", cache.label, start, *rounds)
             return sample_responses(
                 backbone,
                 self.tokenizer,
-                encode_prompts(self.tokenizer, [p.prompt for p in problems]),
+                encode_conversations(self.tokenizer, problems, talk, n_samples),
                 replace(settings, max_rows=max(self.batch_size, n_samples)),
                 cache=cache,
                 generator=stream(self.seed, *names, device=backbone.device),
                 num_return_sequences=n_samples,
                 on_progress=on_progress,
+                conversations=talk,
             )

@@ -205,7 +205,7 @@ class ReturnAdvantage(AdvantageEstimator):
         """
         rollout, is_counted = experience.rollout, experience.weights.is_counted
         rewards = token_rewards(experience.rewards.total, rollout.response_mask, experience.kl_penalty)
-        sums = discounted_sums(rewards, self.gamma).masked_fill(~rollout.response_mask, 0.0)
+        sums = discounted_sums(rewards, rollout.response_mask, self.gamma)
         advantages = whiten(sums, is_counted) if self.whiten_advantages else sums
         return Advantages(advantages, is_counted, _single_rows(rollout))
 

@@ -19,10 +19,11 @@ class Experience:
     iteration: int
     problems: Sequence[Problem]
     completions: Sequence[str]
+    """Text of the last turn of each response."""
     rollout: Rollout
     rewards: Rewards
     has_eos: Bool[Tensor, " batch"]
-    """False where the response was truncated at max_new_tokens."""
+    """False where the response was truncated at max_new_tokens, in a turn or before an observation."""
     old_logps: Float[Tensor, "batch seq"]
     """Log-probs of π_old: the policy under the learner's view, or the sampler in bypass mode."""
     ref_logps: Float[Tensor, "batch seq"] | None
@@ -45,6 +46,8 @@ class Experience:
     """True if `old_logps` were scored under replay: they differ from the sampler's by rounding only."""
     entropy: Float[Tensor, "batch seq"] | None = None
     """Entropy of the policy at each response token before the update, in nats; None if nothing needs it."""
+    transcripts: Sequence[str] = ()
+    """Text of whole responses, with the observations of their environments; empty without environments."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 
@@ -60,6 +63,7 @@ class Experience:
             self,
             problems=(),
             completions=(),
+            transcripts=(),
             rollout=gather_rollout(self.rollout, self.ranks),
             rewards=self.rewards.map_tensors(gather),
             has_eos=gather(self.has_eos),

@@ -15,15 +15,21 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig, RolesConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import decode_completions, encode_prompts, is_end, padded
+from lit_rlkv.data.tokenizers import decode_completions, is_end, padded
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.reward import RewardRule
-from lit_rlkv.experience.sample import generate_options, joined
+from lit_rlkv.experience.sample import (
+    begin_conversations,
+    encode_conversations,
+    generate_options,
+    joined,
+)
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -34,6 +40,7 @@ from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import call
 from lit_rlkv.types import Problem, Rollout, TrainBatch
@@ -55,6 +62,7 @@ class RolloutDataModule(L.LightningDataModule):
         algorithm: group size, how a rollout is cut into optimizer steps, and the KL to the reference.
         roles_config: the critic's view, and if passes are stacked; None: the defaults.
         reward: components and weights; None: the verifier's score alone.
+        environments: answer the turns of responses; None: a response is one turn.
         rewards: reward functions, which score a response once it has ended, while others are sampled and the
             roles score; None without any.
         learner_parts, warmup_part: attributes of the module: roles that learn together from a micro-batch.
@@ -79,6 +87,7 @@ class RolloutDataModule(L.LightningDataModule):
         roles_config: RolesConfig | None = None,
         reward: RewardConfig | None = None,
         rewards: RewardManager | None = None,
+        environments: EnvironmentPool | None = None,
         learner_parts: tuple[tuple[str, ...], ...] = (("policy",),),
         warmup_part: tuple[str, ...] = ("value",),
         callbacks: Sequence[Callback] = (),
@@ -101,6 +110,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.tokens_per_pass = tokens_per_pass
         self.n_shards = rollout.n_shards or ranks.size
         self.kl = KLController(algorithm.kl)
+        self.environments = environments
         self.rewards = rewards or RewardManager({})
         self.reward = RewardRule(reward or RewardConfig(verifier=1.0), self.rewards.functions)
         self.splitter = MinibatchSplitter(
@@ -142,11 +152,11 @@ class RolloutDataModule(L.LightningDataModule):
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
         pending = self.rewards.begin(problems)
         with self._phase("rollout", len(problems) * self.settings.max_new_tokens) as progress:
-            rollout = self._sample(prompts, pending, progress.advance)
+            rollout, talks = self._sample(prompts, pending, progress.advance)
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
         completions = [pending.completions[row] for row in range(len(problems))]
-        has_eos = (is_end(self.tokenizer, rollout.input_ids) & response_mask).any(dim=1)
+        has_eos = self._ended(rollout, talks)
         # 2. score
         with self._phase("score", len(problems)) as progress:
             scores = self._score(rollout, progress.advance)
@@ -160,6 +170,7 @@ class RolloutDataModule(L.LightningDataModule):
                 completions,
                 pending,
                 scores.get("reward"),
+                talks,
                 has_eos,
                 group_size,
                 self.ranks,
@@ -190,6 +201,7 @@ class RolloutDataModule(L.LightningDataModule):
             verdicts=None if verdicts is None else verdicts.to(response_mask.device),
             gamma=self.advantage.gamma,
             is_replayed=self.correction.replays and not self.correction.bypass_mode,
+            transcripts=[text for talk in talks for text in talk.transcripts],
             ranks=self.ranks,
         )
 
@@ -215,17 +227,21 @@ class RolloutDataModule(L.LightningDataModule):
         shards: Mapping[int, Sequence[Problem]],
         pending: PendingRewards,
         on_progress: Callable[[int], object],
-    ) -> Rollout:
+    ) -> tuple[Rollout, list[TextConversations]]:
         """Sample a group of responses to each problem: groups side by side, shard after shard.
 
-        Each response is added to `pending` once it has ended.
+        Each response is added to `pending` once it has ended. The second result is the conversations of each
+        shard, none without environments.
         """
-        texts = {number: [p.prompt for p in problems] for number, problems in shards.items()}
-        encoded = {number: encode_prompts(self.tokenizer, prompts) for number, prompts in texts.items()}
+        settings, group_size = self.settings, self.algorithm.group_size
+        talks = begin_conversations(self.environments, shards, group_size)
+        encoded = {
+            number: encode_conversations(self.tokenizer, problems, talks.get(number), group_size)
+            for number, problems in shards.items()
+        }
         # All ranks use the same columns, on which the random numbers of an eviction depend.
         width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
-        settings, group_size = self.settings, self.algorithm.group_size
         rollouts: list[Rollout] = []
         with acting_as(self.roles, "policy") as backbone:
             for number, part in encoded.items():
@@ -243,11 +259,18 @@ class RolloutDataModule(L.LightningDataModule):
                         num_return_sequences=group_size,
                         on_progress=on_progress,
                         on_finished=partial(self._add, pending, sum(len(r.input_ids) for r in rollouts)),
+                        conversations=talks.get(number),
                         **generate_options(self.tokenizer, settings),
                     )
                 rollouts.append(rollout)
         n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
-        return joined(rollouts, n_columns, pad)
+        return joined(rollouts, n_columns, pad), list(talks.values())
+
+    def _ended(self, rollout: Rollout, talks: Sequence[TextConversations]) -> Bool[Tensor, " batch"]:
+        """Return True for the responses that were not cut at max_new_tokens."""
+        is_last = last_turn(rollout.response_mask) & is_end(self.tokenizer, rollout.input_ids)
+        has_eos = is_last.any(dim=1)
+        return has_eos & ~torch.cat([talk.is_cut for talk in talks]).to(has_eos.device) if talks else has_eos
 
     def _add(
         self,

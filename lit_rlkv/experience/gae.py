@@ -1,7 +1,7 @@
 """Generalised advantage estimation: per-token advantages from a value function.
 
-Tensors have the columns of a rollout. The response of a row is contiguous, and the value of a column is V of
-the state before its token. V after the last response token is 0.
+Tensors have the columns of a rollout, and the value of a column is V of the state before its token. Time goes
+from one response token to the next, whatever was given between them. V after the last response token is 0.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rlkv.experience.group_baselines import STD_FLOOR
-from lit_rlkv.objectives.reduction import masked_mean, masked_sum
+from lit_rlkv.objectives.reduction import masked_mean, masked_sum, response_first
 
 
 def token_rewards(
@@ -23,7 +23,7 @@ def token_rewards(
     Args:
         kl_penalty: β·KL of each response token.
     """
-    is_last = response_mask & ~F.pad(response_mask[:, 1:], (0, 1))
+    is_last = response_mask & (response_mask.flip(1).cumsum(dim=1).flip(1) == 1)
     return torch.where(is_last, total[:, None], 0.0) - kl_penalty.masked_fill(~response_mask, 0.0)
 
 
@@ -40,23 +40,27 @@ def gae(
     It is 0 outside `response_mask`. λ = 1 gives the discounted return minus the value, λ = 0 the one-step
     error of the value.
     """
-    values = values.masked_fill(~response_mask, 0.0)
-    delta = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    # The last prompt column precedes the first response token, but is not one itself.
-    advantages = discounted_sums(delta.masked_fill(~response_mask, 0.0), gamma * lam)
-    return advantages.masked_fill(~response_mask, 0.0)
+    values, order = values.masked_fill(~response_mask, 0.0), response_first(response_mask)
+    next_values = F.pad(values.gather(1, order)[:, 1:], (0, 1))
+    next_values = torch.zeros_like(values).scatter(1, order, next_values)
+    delta = rewards + gamma * next_values - values
+    return discounted_sums(delta, response_mask, gamma * lam)
 
 
-def discounted_sums(values: Float[Tensor, "batch seq"], discount: float | int) -> Float[Tensor, "batch seq"]:
-    """Return Σ_n discount^n · value[t + n] for each column t.
+def discounted_sums(
+    values: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"], discount: float | int
+) -> Float[Tensor, "batch seq"]:
+    """Return Σ_n discount^n · value[t + n] for each response token t; 0 elsewhere.
 
-    It takes log₂(seq) steps; each doubles the length of the sums.
+    t + n is the n-th response token after t. It takes log₂(seq) steps; each doubles the length of the sums.
     """
+    order = response_first(response_mask)
+    sums = values.masked_fill(~response_mask, 0.0).gather(1, order)
     reach = 1
-    while reach < values.shape[1]:
-        values = values + discount**reach * F.pad(values[:, reach:], (0, reach))
+    while reach < sums.shape[1]:
+        sums = sums + discount**reach * F.pad(sums[:, reach:], (0, reach))
         reach *= 2
-    return values
+    return torch.zeros_like(values).scatter(1, order, sums).masked_fill(~response_mask, 0.0)
 
 
 def returns(

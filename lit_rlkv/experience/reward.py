@@ -11,6 +11,7 @@ from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.options import check_values
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
+from lit_rlkv.environments.conversations import TextConversations
 from lit_rlkv.experience.group_baselines import STD_FLOOR, centred
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
@@ -18,8 +19,10 @@ from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE, bounded, score
 from lit_rlkv.tasks.base import Task
 from lit_rlkv.types import Problem, Rewards
 
-OWN = (EXACT_MATCH, "learned")
-"""Components that are not reward functions: scores of the task's verifier and of the reward role."""
+ENVIRONMENT = "environment"
+"""Component of the reward that holds the sum of an environment's rewards."""
+OWN = (EXACT_MATCH, "learned", ENVIRONMENT)
+"""Components that are not reward functions: of the task's verifier, the reward role and an environment."""
 
 
 class RewardsFailedError(OneLineError, RuntimeError):
@@ -42,11 +45,12 @@ class RewardRule:
         self.config = config
         self.functions = functions or {}
         self.moments = RunningMoments()
-        weights = [config.verifier, config.learned, *(each.weight for each in self.functions.values())]
+        weights = [config.verifier, config.learned, config.environment]
+        weights += [*(each.weight for each in self.functions.values())]
         if not any(weights):
             raise ValueError(
-                "a reward needs a component with a weight, got verifier=0 and learned=0; raise one, or add "
-                "functions"
+                "a reward needs a component with a weight, got verifier=0, learned=0 and environment=0; "
+                "raise one, or add functions"
             )
         bad = [name for name in self.functions if not name.isidentifier() or name in OWN]
         if bad:
@@ -64,6 +68,7 @@ class RewardRule:
         completions: Sequence[str],
         pending: PendingRewards,
         learned: Float[Tensor, " batch"] | None,
+        talks: Sequence[TextConversations],
         has_eos: Bool[Tensor, " batch"],
         group_size: int,
         ranks: Ranks,
@@ -74,6 +79,7 @@ class RewardRule:
         Args:
             pending: results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
+            talks: conversations of all responses; none without environments.
             on_progress: called with the number of further answers of reward functions.
         """
         components: dict[str, Tensor] = {}
@@ -83,7 +89,10 @@ class RewardRule:
             components["learned"] = bounded(learned)
         answers = pending.collect(on_progress=on_progress)
         components |= answers.scores
-        errors = dict(ranks.all_gather_object([*answers.errors.items()]))
+        said = [("environment", error) for talk in talks for error in talk.errors.values()][:1]
+        if talks:
+            components[ENVIRONMENT] = torch.cat([talk.returns for talk in talks])
+        errors = dict(ranks.all_gather_object([*answers.errors.items(), *said]))
         gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}
         rewards = self(gathered, ranks.all_gather(has_eos), group_size, errors)
         return rewards.rows(ranks.local_rows(len(problems)))
@@ -112,6 +121,8 @@ class RewardRule:
         parts = [weight * components[name] for name, weight in self._weights(components).items()]
         weighted = sum(parts[1:], start=parts[0])
         is_failed = bounded(weighted).isnan()
+        if ENVIRONMENT in components:
+            is_failed = is_failed | components[ENVIRONMENT].isnan()
         check_failed(is_failed, errors or {}, config.max_failed)
         weighted = weighted.masked_fill(is_failed, 0.0)
         total = weighted.clone()
@@ -125,18 +136,18 @@ class RewardRule:
         total = torch.where(has_eos, total, total - config.missing_eos_penalty)
         if is_failed.any():
             total, weighted = (imputed(values, is_failed, group_size) for values in (total, weighted))
-        can_fail = bool(self.functions) or bool(is_failed.any())
+        can_fail = bool(self.functions) or ENVIRONMENT in components or bool(is_failed.any())
         return Rewards(total, dict(components), is_failed if can_fail else None, weighted)
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Return the non-zero weights by component."""
         config = self.config
-        weights = dict(zip(OWN, (config.verifier, config.learned), strict=True))
-        for option, name in zip(("verifier", "learned"), OWN, strict=True):
+        weights = dict(zip(OWN, (config.verifier, config.learned, config.environment), strict=True))
+        for option, name in zip(("verifier", "learned", "environment"), OWN, strict=True):
             if weights[name] != 0 and name not in components:
                 raise ValueError(
                     f"{option}={weights[name]} needs the score {name}, which this run does not have; use 0, "
-                    "or a task with a verifier and a reward role"
+                    "or a task with a verifier, a reward role or an environment"
                 )
         weights |= {name: function.weight for name, function in self.functions.items()}
         return {name: weight for name, weight in weights.items() if weight != 0}
@@ -162,7 +173,7 @@ def check_failed(
     if float(is_failed.float().mean()) > max_failed:
         said = "; ".join(f"{name}: {error}" for name, error in errors.items())
         why = (
-            f"reward.functions failed ({said}); fix these errors, or raise timeout_s and retries"
+            f"reward.functions or the environment failed ({said}); fix these errors, or raise their timeouts"
             if errors
             else f"scores and their weighted sum must be numbers of size at most {MAX_SCORE:g}; scale them"
         )

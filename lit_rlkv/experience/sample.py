@@ -1,6 +1,6 @@
 """Sample responses to encoded prompts, and join rollouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +9,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.data.tokenizers import end_token_ids
+from lit_rlkv.data.tokenizers import encode_prompts, end_token_ids
+from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import PromptBatch, Rollout
+from lit_rlkv.rollout.turns import Conversations
+from lit_rlkv.types import Problem, PromptBatch, Rollout
 
 
 def sample_responses(
@@ -25,6 +27,7 @@ def sample_responses(
     generator: torch.Generator,
     num_return_sequences: int = 1,
     on_progress: Callable[[int], object] | None = None,
+    conversations: Conversations | None = None,
 ) -> Rollout:
     """Call `generate` on the model's device with the settings of a config."""
     prompts = prompts.to(model.device)
@@ -36,8 +39,33 @@ def sample_responses(
         generator=generator,
         num_return_sequences=num_return_sequences,
         on_progress=on_progress,
+        conversations=conversations,
         **generate_options(tokenizer, settings),
     )
+
+
+def begin_conversations(
+    environments: EnvironmentPool | None, shards: Mapping[int, Sequence[Problem]], group_size: int
+) -> dict[int, TextConversations]:
+    """Return the conversations of each shard, with `group_size` responses to each problem."""
+    if environments is None:
+        return {}
+    return {
+        number: environments.begin([problem for problem in problems for _ in range(group_size)])
+        for number, problems in shards.items()
+    }
+
+
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    conversations: TextConversations | None,
+    group_size: int,
+) -> PromptBatch:
+    """Return the encoded prompts of problems, with what their environments add."""
+    if conversations is None:
+        return encode_prompts(tokenizer, [problem.prompt for problem in problems])
+    return encode_prompts(tokenizer, conversations.prompts(group_size), conversations.tools)
 
 
 def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig) -> dict[str, Any]:

@@ -50,3 +50,8 @@ def constant_length(
 
 
 AGGREGATIONS = {"token": token_mean, "sequence": sequence_mean, "constant": constant_length}
+
+
+def response_first(response_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
+    """Return an order of each row's columns, in which the response tokens come first, in their order."""
+    return (~response_mask).int().argsort(dim=1, stable=True)

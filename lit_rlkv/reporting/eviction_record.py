@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.diagnostics.evictions import cached_keys, response_queries
+from lit_rlkv.models.replay import prompt_columns
 from lit_rlkv.types import NEVER, Rollout
 
 MAX_PANELS = 4
@@ -70,7 +71,7 @@ def lifetimes_record(rollout: Rollout, row: int, token_labels: Sequence[str] | N
     layers, heads = (_evenly_chosen(size) for size in evicted_at.shape[:2])
     return {
         "n_keys": n_keys,
-        "n_prompt": int((attention_mask & ~rollout.response_mask[row].cpu()).sum()),
+        "n_prompt": int(prompt_columns(rollout)[row]) - first,
         "labels": None if token_labels is None else list(token_labels[:n_keys]),
         "layers": layers,
         "heads": heads,

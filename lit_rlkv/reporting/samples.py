@@ -73,12 +73,13 @@ def draw_samples(experience: Experience, n: int, accuracy: str = EXACT_MATCH) ->
     """Return the first response to each of the first `n` prompts."""
     rewards = experience.rewards.scores.tolist()
     scores = experience.rewards.components.get(accuracy)
+    texts = experience.transcripts or experience.completions
     known = [math.nan] * len(rewards) if scores is None else scores.tolist()
     rows = range(0, len(rewards), experience.group_size)[:n]
     return [
         LoggedSample(
             prompt=prompt_text(experience.problems[row].prompt),
-            completion=experience.completions[row],
+            completion=texts[row],
             reward=rewards[row],
             iteration=experience.iteration + 1,
             answer=experience.problems[row].answer,

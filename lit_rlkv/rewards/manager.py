@@ -152,6 +152,13 @@ def _result(future: "Future[float]") -> float | str:
     try:
         return future.result()
     except Exception as error:
-        # The message may repeat a model's text: without control characters, no terminal obeys it.
-        text = str(error)[:MAX_ERROR_LENGTH]
-        return "".join(char if char.isprintable() else " " for char in text) or type(error).__name__
+        return error_text(error)
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an error, shortened.
+
+    It may repeat a model's text: without control characters, no terminal obeys it.
+    """
+    text = str(error)[:MAX_ERROR_LENGTH]
+    return "".join(char if char.isprintable() else " " for char in text) or type(error).__name__

@@ -29,6 +29,7 @@ from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.rollout.expert_record import ExpertRecord
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.mask_record import MaskRecord, RowIds
+from lit_rlkv.rollout.paused_rows import PausedRow, pause_rows, resume_rows
 from lit_rlkv.rollout.sampling import Truncation, sample
 from lit_rlkv.types import TensorBatch
 
@@ -194,7 +195,8 @@ class Decoder:
 
         The given tokens are read with the row's newest one, which no forward has read yet. They are part of
         the sequence, but not of the response: `response_mask` is False on them, and they have no log-probs.
-        The rows may have ended, for example with the end of their turn, but in the latest step only.
+        The rows may have ended, for example with the end of their turn: in the latest step, or with a `pause`
+        directly after it and a `resume` before this.
 
         Args:
             tokens: left-padded tokens, at least one in each row.
@@ -224,6 +226,15 @@ class Decoder:
             new = slice(-1 - length, None)
             logits = self._feed([rows[i] for i in part], tokens[part, new], is_token[part, new])
             self._sample_after(index[part], logits)
+
+    def pause(self, rows: Sequence[int]) -> list[PausedRow]:
+        """Put aside what further steps overwrite of rows that have ended in the latest one."""
+        self.kv.levels.stop(rows)
+        return pause_rows(self.kv, self.newest, rows)
+
+    def resume(self, rows: Sequence[int], paused: Sequence[PausedRow]) -> None:
+        """Put paused rows back, which may have other numbers now."""
+        resume_rows(self.kv, self.newest, rows, paused)
 
     def _feed(
         self,

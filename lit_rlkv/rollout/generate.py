@@ -20,6 +20,7 @@ from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
 from lit_rlkv.rollout.mask_record import sampling_masks
 from lit_rlkv.rollout.sampling import Truncation
+from lit_rlkv.rollout.turns import Conversations, Turns
 from lit_rlkv.types import NEVER, Rollout
 
 OnFinished = Callable[[list[int], Int[Tensor, "row seq"], Bool[Tensor, "row seq"]], object]
@@ -52,6 +53,7 @@ def generate(
     prefill_chunk: int | None = None,
     on_progress: Callable[[int], object] | None = None,
     on_finished: OnFinished | None = None,
+    conversations: Conversations | None = None,
 ) -> Rollout:
     """Sample responses to each prompt with a KV cache of fixed size, and record when each key was evicted.
 
@@ -87,6 +89,10 @@ def generate(
         on_finished: called during decoding with responses that have ended, each once and in no fixed order:
             their rows in the rollout, `input_ids` [row, seq] and `response_mask` [row, seq] on the CPU. seq
             is the longest prompt plus `max_new_tokens`, of which the rollout cuts unused columns.
+        conversations: environments of the responses. An end token then ends a turn, and the response goes on
+            after the tokens of the observation, of which there is no log-prob; `max_new_tokens` counts both.
+            Other responses are decoded while one waits. The order in which answers come decides which random
+            numbers a response gets, so equal answers at other times give another rollout.
 
     Raises:
         ValueError: a prompt is empty, not left-padded or too long for the model; a token is not in its
@@ -144,10 +150,12 @@ def generate(
         # A compiled layer would be compiled anew for the packed weights of every rollout.
         nullcontext() if compile_layers else packed_weights(model, decoder.n_rows),
     ):
-        check_every = STOP_CHECK_EVERY if input_ids.is_cuda else 1
+        # A row that waits is put aside before the next step writes over it.
+        check_every = STOP_CHECK_EVERY if input_ids.is_cuda and conversations is None else 1
         callback = None if on_finished is None else _FinishedCallback(decoder, on_finished)
+        turns = None if conversations is None else Turns(decoder, conversations)
         rows = decode_all(
-            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, callback
+            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, callback, turns
         )
     if callback is not None:
         callback.call()
@@ -175,6 +183,7 @@ def decode_all(
     check_every: int,
     on_progress: Callable[[int], object] | None = None,
     callback: "_FinishedCallback | None" = None,
+    turns: Turns | None = None,
 ) -> DecodedRows:
     """Decode all responses, in the order of their prompts; a prompt starts once enough rows are free.
 
@@ -182,6 +191,7 @@ def decode_all(
         check_every: most decode steps between checks for finished rows.
         on_progress: see `generate`.
         callback: gets all responses; its next call passes those of the last check.
+        turns: decides what follows the end of a turn, with `check_every` 1; None: the response has ended.
     """
     interval = None if decoder.kv.spec.is_dense else decoder.kv.spec.interval
     waiting = deque(range(len(input_ids)))
@@ -215,8 +225,10 @@ def decode_all(
             ]
             owner |= zip(rows, samples, strict=True)
             n_left |= dict.fromkeys(rows, decoder.settings.max_new_tokens - 1)
+            if turns is not None:
+                done = turns.settle(owner, n_left)
         n_steps = steps_to_check(n_steps_done, check_every, interval)
-        n_steps = min(n_steps, max(n_left[row] for row in owner.keys() - done))
+        n_steps = min(n_steps, max((n_left[row] for row in owner.keys() - done), default=0))
         n_steps_done += n_steps
         if not (waiting or decoder.keeps_rows or decoder.kv.has_room(n_steps)):
             # What grows are only the rows that still run; no prompt takes the others over.
@@ -232,16 +244,20 @@ def decode_all(
             decoder.step()
         if callback is not None:
             callback.call()
-        n_left = {row: n - n_steps for row, n in n_left.items()}
-        is_running = decoder.is_running.tolist()
-        done = [row for row in owner if not is_running[row]]
+        running = [row for row in owner if turns is None or not turns.is_waiting(owner[row])]
+        n_left |= {row: n_left[row] - n_steps for row in running}
+        if turns is None:
+            is_running = decoder.is_running.tolist()
+            done = [row for row in owner if not is_running[row]]
+        else:
+            done = turns.settle(owner, n_left)
         assert done or n_steps > 0  # otherwise the loop would never end
         decoder.kv.levels.stop(done)
         if callback is not None:
             callback.read({row: owner[row] for row in done})
         if on_progress is not None:
             n_begun = num_return_sequences * (len(input_ids) - len(waiting))
-            n_unsampled = sum(n_left[row] for row in owner if is_running[row])
+            n_unsampled = sum(n_left[row] for row in owner.keys() - done)
             n_tokens = n_begun * decoder.settings.max_new_tokens - n_unsampled
             on_progress(n_tokens - n_reported)
             n_reported = n_tokens

@@ -21,6 +21,7 @@ from lit_rlkv.data.validation import (
     solutions_below_full_score,
 )
 from lit_rlkv.distributed.sharding import ShardedStrategy
+from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.models.compiled_layers import check_compiler
@@ -58,6 +59,8 @@ class RunContext:
     """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
     """Reward functions; their workers start at the first call."""
+    environments: EnvironmentPool | None = None
+    """None: responses have one turn."""
     pass_limit: int = field(default=TOKENS_PER_PASS, kw_only=True)
     """Most tokens of a pass under `fabric.tokens_per_pass=auto`."""
 
@@ -100,9 +103,10 @@ def build_context(
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
-    return RunContext(
-        cfg, fabric, tokenizer, task, _measured(cfg, tokenizer, task), rewards, pass_limit=pass_limit
-    )
+    factory = cfg.parts.environment_factory
+    environments = None if factory is None else EnvironmentPool(factory, cfg.rollout, tokenizer)
+    sizes = _measured(cfg, tokenizer, task)
+    return RunContext(cfg, fabric, tokenizer, task, sizes, rewards, environments, pass_limit=pass_limit)
 
 
 def _check_device(cfg: Config, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from lightning import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
@@ -16,6 +16,7 @@ from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
 from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
+from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.reward import RewardRule
@@ -35,6 +36,8 @@ class Parts:
     """The objects that a config names, each built once in a process."""
 
     task: Task
+    environment_factory: Callable[[], Environment] | None
+    """Makes the environment of one response; None: responses have one turn."""
     cache: CacheSpec
     """Of the config; a correction may sample rollouts with a dense one instead."""
     advantage: AdvantageEstimator
@@ -113,6 +116,7 @@ def build_parts(cfg: Config) -> Parts:
         check_hooks(user_callbacks.values())
     return Parts(
         task=build_task(cfg),
+        environment_factory=build_environment_factory(cfg),
         cache=cache,
         advantage=_built("algorithm.advantage", cfg.algorithm.advantage, AdvantageEstimator),
         correction=build(cfg.correction),
@@ -175,6 +179,24 @@ def build_task(cfg: Config) -> Task:
             return cast(Task, _built("task", cfg.task, Task))
     finally:
         meter.stop()
+
+
+def build_environment_factory(cfg: Config) -> Callable[[], Environment] | None:
+    """Return what makes environments, after it has made one.
+
+    Raises:
+        ConfigError: the target is no environment, or does not take its arguments.
+    """
+    if cfg.environment is None:
+        return None
+    factory = build(OmegaConf.create({**cfg.environment, "_partial_": True}))
+    with as_config_errors("environment"):
+        made = factory()
+    require(
+        isinstance(made, Environment),
+        f"environment._target_={cfg.environment._target_} must be a lit_rlkv.environments.Environment",
+    )
+    return cast("Callable[[], Environment]", factory)
 
 
 def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optimizer]:
@@ -249,6 +271,15 @@ def _check_verifier(cfg: CheckedConfig) -> None:
             f"{name}={value}: {type(task).__name__} cannot verify answers, as with preferences, or answers "
             f"without answer_after; use {name}=0, as reward=learned and reward.functions need no verifier",
         )
+    require(
+        cfg.sft.on_policy_pairs.n_prompts == 0 or cfg.environment is None,
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} pairs solutions with wrong "
+        "answers of one turn, and with an environment there are several; use 0, or environment=none",
+    )
+    require(
+        cfg.reward.environment == 0 or cfg.environment is not None,
+        f"reward.environment={cfg.reward.environment} needs an environment; choose one, or use 0",
+    )
 
 
 def check_critics(cfg: CheckedConfig, start: str, *, has_head: bool, is_apart: bool) -> None:

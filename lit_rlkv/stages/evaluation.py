@@ -98,6 +98,7 @@ def score_caches(
         ranks_of(context.fabric),
         batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
         tokens_per_pass=tokens_per_pass(context, roles, roles.backbone("policy")),
+        environments=context.environments,
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:

@@ -61,6 +61,7 @@ def train_policy(
         learner_parts=module.learner_parts,
         warmup_part=module.warmup_part,
         rewards=context.rewards,
+        environments=context.environments,
         callbacks=callbacks,
         ranks=ranks,
         tokens_per_pass=tokens_per_pass(

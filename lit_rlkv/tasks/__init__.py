@@ -1,6 +1,6 @@
 """Tasks: sources of problems and verifiers of their answers."""
 
-from lit_rlkv.tasks.arithmetic import ChainSum, Countdown, Variables
+from lit_rlkv.tasks.arithmetic import ChainSum, Countdown, Products, Variables
 from lit_rlkv.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.tasks.lists import Recall, Sorting
 from lit_rlkv.tasks.preferences import Preferences, load_preferences, read_preferences
@@ -14,6 +14,7 @@ __all__ = [
     "JsonlTask",
     "Preferences",
     "Problems",
+    "Products",
     "ReasoningGym",
     "Recall",
     "Sorting",

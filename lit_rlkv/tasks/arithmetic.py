@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_rlkv.checks import Range
-from lit_rlkv.tasks.base import MAX_LENGTH, MAX_STEPS, check_whole_numbers, lowercase_names
+from lit_rlkv.tasks.base import (
+    MAX_LENGTH,
+    MAX_STEPS,
+    check_whole_numbers,
+    corrupt_final_answer,
+    lowercase_names,
+)
 from lit_rlkv.types import Problem, prompt_text
 
 SLIPS = (-10, -2, -1, 1, 2, 10)
@@ -64,6 +70,46 @@ class ChainSum:
         """Return the running totals with one slip of addition carried to the end."""
         totals = [int(total) for total in problem.solution.split(",")]
         return ",".join(map(str, slip(totals, rng, self.slips)))
+
+
+@dataclass(frozen=True)
+class Products:
+    """`12*7+3*40=` is solved with a calculator: `12*7` gives 84, `3*40` gives 120, `84+120` gives the answer.
+
+    The products stay in the context until they are added up. Only the last turn is scored.
+    """
+
+    is_verifiable = True
+    n_terms: int = 3
+    """Length: number of products."""
+    max_factor: int = 20
+    """Difficulty: factors are drawn from 2 to this."""
+
+    def __post_init__(self) -> None:
+        check_whole_numbers(self, n_terms=Range(least=2, most=MAX_STEPS), max_factor=Range(least=2))
+
+    def sample(self, rng: random.Random) -> Problem:
+        terms = [
+            (rng.randint(2, self.max_factor), rng.randint(2, self.max_factor)) for _ in range(self.n_terms)
+        ]
+        calls = [f"{left}*{right}" for left, right in terms]
+        products = [left * right for left, right in terms]
+        totals = list(itertools.accumulate(products))
+        turns = [
+            part for call, product in zip(calls, products, strict=True) for part in (call, f"{product}\n")
+        ]
+        for total, product, following in zip(totals, products[1:], totals[1:], strict=False):
+            turns += [f"{total}+{product}", f"{following}\n"]
+        answer = str(totals[-1])
+        return Problem("+".join(calls) + "=", answer, answer, turns=tuple(turns))
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """1.0 if the completion is the sum."""
+        return float(completion == problem.answer)
+
+    def corrupt(self, problem: Problem, rng: random.Random) -> str:
+        """Return a sum with one digit changed."""
+        return corrupt_final_answer(problem, rng)
 
 
 @dataclass(frozen=True)

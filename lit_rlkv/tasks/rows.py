@@ -223,11 +223,16 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
+def _fields(row: Any) -> dict[str, Any]:
+    """Return the fields of a row; turns, which few have, change no digest of rows without them."""
+    return {name: value for name, value in vars(row).items() if name != "turns" or value}
+
+
 def _parse_table(source: str, entries: Iterable[tuple[str, Any]], parse: _Parser[_Parsed]) -> Table[_Parsed]:
     """Return the table of the entries, each a place and a dict, or the ValueError of an unreadable row."""
     rows, places, left_out = [], [], []
     # Of the parsed rows: columns that a task does not read may change.
-    digest, encoder = hashlib.blake2b(digest_size=8), json.JSONEncoder(default=vars)
+    digest, encoder = hashlib.blake2b(digest_size=8), json.JSONEncoder(default=_fields)
 
     def add(entry: tuple[str, Any]) -> None:
         place, value = entry
@@ -242,7 +247,7 @@ def _parse_table(source: str, entries: Iterable[tuple[str, Any]], parse: _Parser
             return
         text = encoder.encode(row)
         if "\\ud" in text:  # half of a surrogate pair cannot be encoded, by a tokenizer either
-            json.dumps(row, default=vars, ensure_ascii=False).encode()
+            json.dumps(row, default=_fields, ensure_ascii=False).encode()
         digest.update(text.encode())
         rows.append(row)
         places.append(place)

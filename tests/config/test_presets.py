@@ -32,6 +32,10 @@ EXTRAS = {
     "recipe=smollm2": ["model.path=someone/something"],
     "task=custom": ["task._target_=lit_rlkv.tasks.ChainSum"],
     "model=custom": ["model.preset._target_=lit_rlkv.models.presets.tiny_qwen3"],
+    "environment=custom": [
+        "environment._target_=lit_rlkv.environments.Tools",
+        "+environment.tools=[lit_rlkv.environments.tools.calculator]",
+    ],
     "logger=custom": ["logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.save_dir=logs"],
     "algorithm=custom": [
         "algorithm.advantage._target_=lit_rlkv.experience.advantages.GroupAdvantage",

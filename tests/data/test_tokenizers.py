@@ -174,6 +174,13 @@ def test_only_actions_are_decoded_and_the_eos_is_left_out():
     assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["26", "5", ""]
 
 
+def test_of_several_turns_the_last_is_decoded():
+    # "2<eos>", an answer "5" that was given, then "6<eos>".
+    input_ids = torch.tensor([[9, 40, 4, 1, 7, 8, 1]])
+    response_mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1]]).bool()
+    assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["6"]
+
+
 def test_a_sampled_pad_token_is_seen_rather_than_dropped():
     input_ids, response_mask = torch.tensor([[4, 0, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
     assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["2<pad>6"]
@@ -184,8 +191,8 @@ def test_an_id_without_a_token_is_seen_rather_than_dropped():
     input_ids, response_mask = torch.tensor([[4, 60, 8, 1]]), torch.ones(1, 4, dtype=torch.bool)
     assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == ["2<|60|>6"]
     assert build_task_tokenizer().decode([4, 60, 8]) == "26"
-    input_ids = torch.tensor([[4, 5, 8, 1], [60, 61, 8, 62], [4, 60, 60, 8]])
-    response_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1]]).bool()
+    input_ids = torch.tensor([[4, 5, 8, 1], [60, 61, 8, 62], [60, 4, 60, 8]])
+    response_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()
     assert decode_completions(build_task_tokenizer(), input_ids, response_mask) == [
         "236", "<|60|><|61|>6<|62|>", "2<|60|>6",
     ]  # fmt: skip

@@ -68,6 +68,14 @@ def test_retained_is_cached_keys_over_keys_so_far():
     assert last[0].tolist() == pytest.approx([3 / 4, 2 / 4])
 
 
+def test_the_last_query_of_several_turns_is_that_of_the_last():
+    turns = torch.tensor([[False, False, False, True, False, True]])
+    every, last = retained_fraction(replace(TWO_HEADS, response_mask=turns))
+    # Queries at columns 2 and 4, the last at 4.
+    assert every[0].tolist() == pytest.approx([(1 + 3 / 4) / 2, (1 + 2 / 4) / 2])
+    assert last[0].tolist() == pytest.approx([3 / 4, 2 / 4])
+
+
 def sampled() -> Rollout:
     return make_datamodule(make_roles(), rollout={"max_new_tokens": 16}).collect().rollout
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -177,6 +178,14 @@ def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token()
     alone, n_positions = rollout_work(two_responses(), group_size=1)
     assert int(alone.n_tokens) == 2 * 2 + 2
     assert n_positions == 2 + 2
+
+
+def test_tokens_given_between_turns_are_read_and_have_no_logits():
+    rollout = two_responses()
+    turns = torch.tensor([[0, 0, 0, 1, 0, 1], [0, 0, 0, 1, 0, 0]]).bool()
+    work, n_positions = rollout_work(replace(rollout, response_mask=turns), group_size=2)
+    assert (int(work.n_tokens), int(work.n_pairs)) == (2 + 2, 3 + 2 + 2)
+    assert n_positions == 1 + 1
 
 
 def test_pairs_of_a_rollout_are_counted_as_they_are_defined():

@@ -20,12 +20,25 @@ LOG_RATIO = torch.tensor([[NAN, NAN, L, -L, 2 * L], [NAN, NAN, -L, NAN, NAN]])
 """Two columns of prompt, then responses of three and of one action."""
 
 
-def test_a_position_is_a_column_after_the_prompt():
+def test_a_position_counts_the_tokens_of_a_response():
     found = by_position(torch.arange(10.0).view(2, 5), IS_ACTION)
     torch.testing.assert_close(
         found, torch.tensor([[2.0, 7.0], [3.0, NAN], [4.0, NAN]]), equal_nan=True, rtol=0, atol=0
     )
     assert bin_starts(IS_ACTION).tolist() == [0, 1, 2]
+
+
+def test_tokens_given_between_turns_take_no_position():
+    turns = torch.tensor([[False, True, False, True, True], [False, True, True, False, False]])
+    found = by_position(torch.arange(10.0).view(2, 5), turns)
+    torch.testing.assert_close(
+        found, torch.tensor([[1.0, 6.0], [3.0, 7.0], [4.0, NAN]]), equal_nan=True, rtol=0, atol=0
+    )
+    assert bin_starts(turns).tolist() == [0, 1, 2]
+    # log Π ρ so far: 1, 3, 6 and 10, 30, then 30 of the response that has ended.
+    log_ratio = torch.tensor([[NAN, 1.0, NAN, 2.0, 3.0], [NAN, 10.0, 20.0, NAN, NAN]])
+    so_far = prefixes_by_position(log_ratio, turns)["prefix_abs_log_ratio"]
+    assert so_far.tolist() == [(1 + 10) / 2, (3 + 30) / 2, (6 + 30) / 2]
 
 
 def test_statistics_by_position_match_hand_arithmetic():

@@ -91,7 +91,33 @@ def test_discounted_sums_are_those_of_their_definition(seq: int, discount: float
         [sum(discount**n * value for n, value in enumerate(row[t:])) for t in range(seq)]
         for row in values.tolist()
     ]
-    torch.testing.assert_close(discounted_sums(values, discount), values.new_tensor(expected))
+    everything = torch.ones(2, seq, dtype=torch.bool)
+    torch.testing.assert_close(discounted_sums(values, everything, discount), values.new_tensor(expected))
+
+
+TURNS = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 0, 1, 1], [0, 1, 1, 1, 0, 0, 0]]).bool()
+"""Prompts of one column, then sampled tokens with given ones between them."""
+
+
+def test_the_reward_of_several_turns_comes_with_the_last_token_of_the_last():
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0]), TURNS, torch.zeros(3, 7))
+    assert rewards.nonzero().tolist() == [[0, 5], [1, 6], [2, 3]]
+
+
+def test_gae_over_turns_matches_hand_arithmetic():
+    # As above, γ = 1/2 and λ = 1/2, rewards 0, 1, 4 and values 2, 4, 6, with given tokens between them.
+    response_mask = torch.tensor([[False, True, False, False, True, True, False]])
+    rewards = torch.tensor([[9.0, 0.0, 9.0, 9.0, 1.0, 4.0, 9.0]])
+    values = torch.tensor([[9.0, 2.0, 9.0, 9.0, 4.0, 6.0, 9.0]])
+    expected = [[0.0, -0.125, 0.0, 0.0, -0.5, -2.0, 0.0]]
+    assert gae(rewards, values, response_mask, gamma=0.5, lam=0.5).tolist() == expected
+    # 0 + 1/2 + 4/4, 1 + 4/2, 4
+    assert discounted_sums(rewards, response_mask, 0.5).tolist() == [[0.0, 1.5, 0.0, 0.0, 3.0, 4.0, 0.0]]
+
+
+def test_gae_over_turns_equals_its_definition():
+    expected = advantages_by_definition(REWARDS, VALUES, TURNS, 0.9, 0.8)
+    torch.testing.assert_close(gae(REWARDS, VALUES, TURNS, gamma=0.9, lam=0.8), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])

@@ -1,0 +1,256 @@
+"""Environments of the responses of a rollout: threads with a time limit, text to tokens and back."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Thread
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lit_rlkv.config.schema import RolloutConfig
+from lit_rlkv.data.tokenizers import decode_turn, encode_observation
+from lit_rlkv.environments.base import Environment, Observation
+from lit_rlkv.rewards.manager import error_text
+from lit_rlkv.rewards.verifier import MAX_SCORE
+from lit_rlkv.types import Message, Problem, Prompt, prompt_text
+
+log = logging.getLogger(__name__)
+_Step = tuple[Observation | None, float, bool]
+
+
+class EnvironmentPool:
+    """The environments of a run, and the threads that call them.
+
+    A thread that exceeds the time limit cannot be ended: it goes on in the background, and its result is
+    dropped. Without a limit, environments are called in this thread, and a rollout depends on the seed alone.
+
+    Args:
+        environment_factory: makes the environment of one response.
+        settings: `max_turns`, `max_observation_tokens`, `environment_timeout_s`, `environment_workers`.
+    """
+
+    def __init__(
+        self,
+        environment_factory: Callable[[], Environment],
+        settings: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.factory = environment_factory
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self._has_warned = False
+
+    @cached_property
+    def _workers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.settings.environment_workers, thread_name_prefix="environment")
+
+    def begin(self, problems: Sequence[Problem]) -> "TextConversations":
+        """Make and reset the environments of these responses."""
+        return TextConversations(self, problems)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Return the future result of a call."""
+        if self.settings.environment_timeout_s is not None:
+            return self._workers.submit(self._within_limit, function, *arguments)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _within_limit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # sys.exit() included: it fails this response, and not the run
+                future.set_exception(RuntimeError(error_text(error)))
+
+        Thread(target=run, daemon=True, name="environment").start()
+        limit_s = self.settings.environment_timeout_s
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {limit_s:g} seconds") from None
+
+    def warn(self, error: str) -> None:
+        """Log the first error of the run."""
+        if not self._has_warned:
+            log.warning(
+                "the environment failed: %s; such responses are left out and counted in "
+                "reward/failed_fraction; this warning is shown once",
+                error,
+            )
+        self._has_warned = True
+
+
+class TextConversations:
+    """The environments of the responses of one rollout; the `Conversations` of `generate`.
+
+    What was sampled is never encoded again: the tokens of an observation are those that the chat template
+    writes after a turn, or those of its text without a template.
+    """
+
+    def __init__(self, pool: EnvironmentPool, problems: Sequence[Problem]) -> None:
+        self.errors: dict[int, str] = {}
+        """Message of each response whose environment failed."""
+        self.cut: set[int] = set()
+        """Responses that had no room for their next observation."""
+        self._pool = pool
+        self._problems = problems
+        self._returns = [0.0] * len(problems)
+        self._said: list[list[Message]] = [[] for _ in problems]
+        opened = [pool.submit(self._open, problem) for problem in problems]
+        self._environments: list[Environment | None] = []
+        self._prompts: list[Prompt] = []
+        for place, future in enumerate(opened):
+            environment, prompt = None, problems[place].prompt
+            try:
+                environment, observation = future.result()
+                prompt = extended(prompt, observation)
+            except Exception as error:
+                self._fail(place, error)
+            self._environments.append(environment)
+            self._prompts.append(prompt)
+
+    def _open(self, problem: Problem) -> tuple[Environment, Observation | None]:
+        environment = self._pool.factory()
+        environment.bind(self._pool.tokenizer)
+        return environment, environment.reset(problem)
+
+    @property
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """Functions that the chat template is to describe."""
+        return next((each.tools for each in self._environments if each is not None), ())
+
+    @property
+    def returns(self) -> Float[Tensor, " batch"]:
+        """Sum of the rewards of each response's turns; NaN where its environment failed."""
+        return torch.tensor([math.nan if n in self.errors else r for n, r in enumerate(self._returns)])
+
+    @property
+    def is_cut(self) -> Bool[Tensor, " batch"]:
+        """True for responses that had no room for their next observation."""
+        return torch.tensor([place in self.cut for place in range(len(self._problems))])
+
+    @property
+    def transcripts(self) -> list[str]:
+        """Each response with its observations, as readable text."""
+        return [said[0].content if len(said) == 1 else prompt_text(tuple(said)) for said in self._said]
+
+    def prompts(self, group_size: int) -> list[Prompt]:
+        """Return the prompt of each group, with what its environments have appended.
+
+        A response whose environment appended something else than the first one of its group has failed.
+        """
+        found = []
+        for first in range(0, len(self._prompts), group_size):
+            places = range(first, first + group_size)
+            begun = [place for place in places if place not in self.errors]
+            found.append(self._prompts[begun[0] if begun else first])
+            for place in begun:
+                if self._prompts[place] != found[-1]:
+                    self._fail(
+                        place, ValueError("reset must return the same in each response to a problem; seed it")
+                    )
+        return found
+
+    def ask(self, place: int, token_ids: Sequence[int]) -> "Future[_Step | None]":
+        text, environment = decode_turn(self._pool.tokenizer, token_ids), self._environments[place]
+        self._said[place].append(Message("assistant", text))
+        if environment is None or place in self.errors:
+            nothing: Future[_Step | None] = Future()
+            nothing.set_result(None)
+            return nothing
+        return self._pool.submit(environment.step, text)
+
+    def answer(self, place: int, answered: "Future[_Step | None]", most_tokens: int) -> list[int]:
+        settings = self._pool.settings
+        try:
+            if (step := answered.result()) is None:
+                return []
+            observation, reward, done = checked_step(step)
+            self._returns[place] += reward
+            n_turns = sum(message.role == "assistant" for message in self._said[place])
+            if observation is None or done or n_turns == settings.max_turns:
+                return []
+            observation, token_ids = fitting(
+                self._pool.tokenizer, observation, settings.max_observation_tokens
+            )
+        except Exception as error:
+            self._fail(place, error)
+            return []
+        if len(token_ids) > most_tokens:
+            self.cut.add(place)
+            return []
+        self._said[place] += as_messages(observation)
+        return token_ids
+
+    def _fail(self, place: int, error: Exception) -> None:
+        self.errors[place] = error_text(error)
+        self._pool.warn(self.errors[place])
+
+
+def checked_step(step: Any) -> _Step:
+    """Return what an environment's `step` returned.
+
+    Raises:
+        ValueError: it is no observation, reward and done.
+    """
+    if not isinstance(step, tuple) or len(step) != 3:
+        raise ValueError(f"step must return (observation, reward, done), got {step!r:.200}")
+    observation, reward, done = step
+    if not isinstance(reward, int | float) or not abs(reward) <= MAX_SCORE:
+        raise ValueError(f"the reward of a step must be a number of size at most {MAX_SCORE:g}, got {reward}")
+    if not done and not observation:
+        raise ValueError(f"step must return an observation unless it is done, got {observation!r}")
+    return observation, float(reward), bool(done)
+
+
+def as_messages(observation: Observation) -> list[Message]:
+    """Return an observation as messages; a text is one of the user."""
+    return [Message("user", observation)] if isinstance(observation, str) else list(observation)
+
+
+def extended(prompt: Prompt, observation: Observation | None) -> Prompt:
+    """Return a prompt with an observation after it; a text is added to the last message."""
+    if not observation:
+        return prompt
+    if isinstance(prompt, str) and isinstance(observation, str):
+        return prompt + observation
+    chat = as_messages(prompt)
+    if isinstance(observation, str):
+        return (*chat[:-1], Message(chat[-1].role, chat[-1].content + observation))
+    return (*chat, *observation)
+
+
+def fitting(
+    tokenizer: PreTrainedTokenizerBase, observation: Observation, most_tokens: int
+) -> tuple[Observation, list[int]]:
+    """Return an observation whose longest text is cut until it takes at most so many tokens, and these.
+
+    Raises:
+        ValueError: it cannot be encoded, or takes more tokens without any text.
+    """
+    token_ids = encode_observation(tokenizer, observation)
+    while len(token_ids) > most_tokens:
+        messages = as_messages(observation)
+        longest = max(range(len(messages)), key=lambda number: len(messages[number].content))
+        message = messages[longest]
+        n_kept = (len(message.content) - 1) * most_tokens // len(token_ids)
+        if n_kept < 1:
+            raise ValueError(
+                f"rollout.max_observation_tokens={most_tokens} is less than the chat template takes; raise it"
+            )
+        messages[longest] = Message(message.role, message.content[:n_kept])
+        observation = messages[0].content if isinstance(observation, str) else messages
+        token_ids = encode_observation(tokenizer, observation)
+    return observation, token_ids

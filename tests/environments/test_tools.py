@@ -1,0 +1,139 @@
+"""Tools: calls are found by a pattern or the tokenizer, run, and answered, errors included."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lit_rlkv.environments import Tools, calculator
+from lit_rlkv.tasks import Products
+from lit_rlkv.trust import trusting
+from lit_rlkv.types import Message
+
+EXPRESSION = r"\A(?P<arguments>[0-9]+[*+][0-9]+)\Z"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+def fail(text: str) -> str:
+    """Fail.
+
+    Args:
+        text: why.
+    """
+    raise RuntimeError(text)
+
+
+def results(tools: Tools, response: str) -> Any:
+    observation, reward, done = tools.step(response)
+    assert (reward, done) == (0.0, observation is None)
+    return observation
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response"),
+    [
+        (None, 'So <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'),
+        (None, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>'),
+        (r"(?P<name>\w+)(?P<arguments>\{.*?\})", 'add{"a": 1, "b": 2}'),
+        (r"call (?P<call>\{.*\})", 'call {"name": "add", "arguments": {"a": 1, "b": 2}}'),
+    ],
+)
+def test_a_call_is_found_and_answered(pattern: str | None, response: str):
+    assert results(Tools([add, fail], pattern), response) == [Message("tool", "3")]
+
+
+def test_every_call_of_a_turn_has_its_message():
+    call = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": 2}}</tool_call>'
+    assert [message.content for message in results(Tools([add]), call % 1 + call % 5)] == ["3", "7"]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ('{"name": "fail", "arguments": {"text": "broken"}}', "broken"),
+        ('{"name": "none", "arguments": {}}', "none"),
+        ('{"name": "add", "arguments": {"a": 1}}', "missing"),
+        ('{"name": ["add"]', ""),
+        ("3", ""),
+    ],
+)
+def test_an_error_is_the_observation(call: str, says: str):
+    (message,) = results(Tools([add, fail]), f"<tool_call>{call}</tool_call>")
+    assert message.content.startswith("error: ")
+    assert says in message.content
+
+
+def test_a_turn_without_a_call_is_the_last():
+    assert results(Tools([add]), "the answer is 3") is None
+    assert results(Tools([calculator], EXPRESSION, role=None), "12") is None
+
+
+def test_the_tokenizers_template_finds_calls():
+    tools = Tools([add])
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    tokenizer = SimpleNamespace(
+        response_template={}, parse_response=lambda text, tools: {"tool_calls": [call] if text else None}
+    )
+    tools.bind(tokenizer)  # type: ignore[arg-type]
+    assert results(tools, "any") is None  # an empty template is none
+    tokenizer.response_template = {"fields": {}}
+    tools.bind(tokenizer)  # type: ignore[arg-type]
+    assert results(tools, "any") == [Message("tool", "3")]
+    assert results(tools, "") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": "add"}, "tools"),
+        ({"tools": [lambda text: text]}, "docstring"),
+        ({"tools": ["os.system"]}, "trusted"),
+        ({"tools": [add], "pattern": "("}, "pattern"),
+        ({"tools": [add], "pattern": "add"}, "pattern"),
+        ({"tools": [add, fail], "pattern": "(?P<arguments>.*)"}, "pattern"),
+    ],
+)
+def test_tools_that_cannot_work_are_refused(arguments: dict[str, Any], names: str):
+    with pytest.raises(ValueError, match=names):
+        Tools(**arguments)
+
+
+def test_a_tool_may_be_named_in_a_trusted_module():
+    with trusting(["tests"]):
+        assert results(Tools([f"{__name__}.add"]), "") is None
+    with trusting(["tests"]), pytest.raises(ValueError, match="nothing"):
+        Tools([f"{__name__}.nothing"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"), [("12*7", "84"), ("3 - 10", "-7"), ("-3+1", "-2"), ("2**3", None), ("1", None)]
+)
+def test_the_calculator_takes_one_operation(expression: str, result: str | None):
+    if result is None:
+        with pytest.raises(ValueError, match="numbers"):
+            calculator(expression)
+    else:
+        assert calculator(expression) == result
+
+
+def test_demonstrations_of_products_are_what_the_calculator_answers():
+    task, rng = Products(n_terms=4), random.Random(0)
+    for _ in range(20):
+        problem = task.sample(rng)
+        tools = Tools([calculator], EXPRESSION, role=None)
+        for response, observation in zip(problem.turns[::2], problem.turns[1::2], strict=True):
+            assert results(tools, response) == observation
+        assert results(tools, problem.solution) is None
+        assert task.score(problem, problem.solution) == 1.0
+        assert task.score(problem, task.corrupt(problem, rng)) == 0.0
