@@ -47,6 +47,9 @@ class CacheConfig:
     interval: int = option(5, "tokens written between compactions", least=1)
     sink: int = option(1, "first tokens, never evicted", least=0)
     window: int = option(3, "last tokens, never evicted, and the queries that policies look at", least=1)
+    protect_prompt: bool = option(
+        False, "never evict keys of the prompt, and count only those after it in the budget"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

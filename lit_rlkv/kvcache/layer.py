@@ -126,7 +126,7 @@ class SlotLayer(CacheLayerMixin):
     def _feed(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Attend over the held keys and the given tokens, then keep at most `budget` keys of each row."""
+        """Attend over the held keys and the given tokens, then keep those that fit the budget of each row."""
         feed, policy = self._begin_feed(), self.cache.policy
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
@@ -215,21 +215,27 @@ class SlotLayer(CacheLayerMixin):
         policy, (keys, values), n_candidates = self.cache.policy, self._pools(), key.shape[2]
         width = min(n_candidates, keys.shape[2])
         if policy is not None:
-            width = min(width, self.cache.spec.budget)
+            width = min(width, self.cache.spec.budget + self.cache.prompt_end)
             self.columns[feed.all_rows] = UNUSED
-        kept = feed.n_padding[:, None] + torch.arange(width, device=key.device)
-        is_unused = (kept >= n_candidates)[:, None]
-        kept = kept.clamp(max=n_candidates - 1)[:, None].repeat(1, key.shape[1], 1)
+        place = torch.arange(width, device=key.device)
+        is_unused = (place >= feed.n_kept[:, None])[:, None]
+        kept = (
+            (feed.n_padding[:, None] + place).clamp(max=n_candidates - 1)[:, None].repeat(1, key.shape[1], 1)
+        )
         before = self.evicted_at[feed.sources]
         for sample in range(feed.n_samples):
             rows = feed.rows_of(sample)
             if sample == 0 or (policy is not None and policy.draws):
                 evicted_at = before
                 if feed.due is not None:
-                    kept[feed.due] = self._survivors(feed, key, value, columns, attention)
+                    slots, is_kept = self._survivors(feed, key, value, columns, attention)
+                    kept[feed.due] = slots[..., :width]
                     # The last given token is the last query to see the keys that are evicted.
-                    of_due = [each[feed.due] for each in (before, columns, kept, feed.newest + 1, feed.first)]
-                    evicted_at = before.index_copy(0, feed.due, record_evictions(*of_due))
+                    old, due_columns, now, first = (
+                        each[feed.due] for each in (before, columns, feed.newest + 1, feed.first)
+                    )
+                    recorded = record_evictions(old, due_columns, is_kept, now, first)
+                    evicted_at = before.index_copy(0, feed.due, recorded)
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
             self.evicted_at[rows] = evicted_at
             keys[rows, :, :width] = kept_keys
@@ -241,9 +247,9 @@ class SlotLayer(CacheLayerMixin):
 
     def _survivors(
         self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
-    ) -> Int[Tensor, "due kv_head budget"]:
-        """Return the candidates that the policy keeps of each due row, in the order of their columns."""
-        spec, policy, due = self.cache.spec, self.cache.policy, feed.due
+    ) -> tuple[Int[Tensor, "due kv_head kept"], Bool[Tensor, "due kv_head candidate"]]:
+        """Return the candidates that the policy keeps of each due row; see `choose_survivors`."""
+        policy, due = self.cache.policy, feed.due
         assert policy is not None
         assert due is not None
         view = self._view(
@@ -256,10 +262,8 @@ class SlotLayer(CacheLayerMixin):
             first=feed.first,
             is_due=feed.is_due,
         )
-        limits = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
-        return choose_survivors(
-            policy.score(view)[due], columns[due], feed.newest[due] + 1, feed.first[due], **limits
-        )
+        scores, now = policy.score(view)[due], feed.newest[due] + 1
+        return choose_survivors(scores, columns[due], now, feed.first[due], **self.cache.limits)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
@@ -329,11 +333,10 @@ class SlotLayer(CacheLayerMixin):
             is_due,
             cache.column + 1,
             cache.first,
-            budget=cache.spec.budget,
-            sink=cache.spec.sink,
-            window=cache.spec.window,
+            **cache.limits,
         )
-        self.columns[:, :, cache.spec.budget :].masked_fill_(is_due[:, None, None], UNUSED)
+        is_behind = torch.arange(cache.n_slots, device=keys.device) >= cache.budgets[:, None]
+        self.columns.masked_fill_((is_behind & is_due[:, None])[:, None], UNUSED)
 
     def _pools(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, [row, kv_head, slot, dim]."""

@@ -199,7 +199,8 @@ def wrong_evictions(
                     for each in held:
                         each.append(column)
                 is_prompt = column == n_prompt - 1
-                is_due = len(held[0]) > spec.budget and (
+                n_protected = n_prompt - first if spec.protect_prompt else 0
+                is_due = len(held[0]) > spec.budget + n_protected and (
                     is_prompt or (column - n_prompt + 1) % spec.interval == 0
                 )
                 recorded = [
@@ -212,7 +213,7 @@ def wrong_evictions(
                     continue
                 scores = _scores(layers, row, layer, held, first, column, spec)
                 for h in range(n_heads):
-                    why = _wrong(held[h], recorded[h], scores[h], first, column, spec, tolerance)
+                    why = _wrong(held[h], recorded[h], scores[h], first, n_protected, column, spec, tolerance)
                     if why:
                         wrong.append(f"row {row} layer {layer} head {h} column {column}: {why}")
                     held[h] = [k for k in held[h] if k not in recorded[h]]
@@ -224,13 +225,15 @@ def _wrong(
     evicted: list[int],
     scores: dict[int, float] | None,
     first: int,
+    n_protected: int,
     column: int,
     spec: CacheSpec,
     tolerance: float,
 ) -> str | None:
-    if len(held) - len(evicted) != spec.budget:
+    if len(held) - len(evicted) != spec.budget + n_protected:
         return f"keeps {len(held) - len(evicted)} keys"
-    protected = {k for k in held if k < first + spec.sink or k > column - spec.window}
+    n_first = max(spec.sink, n_protected)
+    protected = {k for k in held if k < first + n_first or k > column - spec.window}
     if protected & set(evicted):
         return f"evicts protected keys {sorted(protected & set(evicted))}"
     if scores is None:
