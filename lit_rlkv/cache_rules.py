@@ -16,6 +16,8 @@ POLICY_NAMES = (
     "knorm",
     "keydiff",
     "expected",
+    "vase",
+    "gkv",
     "random",
 )
 """Eviction policies of `lit_rlkv.kvcache.policies.POLICIES`."""

@@ -40,7 +40,8 @@ class CacheConfig:
 
     policy: str = option(
         "random",
-        "streaming h2o snapkv rkv tova knorm keydiff expected random dense, or mypackage.policies.MyPolicy",
+        "streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random dense, or "
+        "mypackage.policies.MyPolicy",
     )
     policy_options: Node = option({}, "arguments of the policy's constructor")
     budget: int = option(16, "keys that survive a compaction", least=1)

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import Rollout
-from tests.kvcache.published import Head, scores_of_layer
+from tests.kvcache.published import Head, gkv_memory, scores_of_layer
 
 NAME = "explicit_mask"
 
@@ -194,6 +194,7 @@ def wrong_evictions(
             evicted_at = layers.of(layer, rollout.evicted_at)[row]
             n_heads = keys.shape[1]
             held = [list(range(first, n_prompt)) for _ in range(n_heads)]
+            memory: list[dict[int, float]] = [{} for _ in range(n_heads)]
             for column in range(n_prompt - 1, last_query + 1):
                 if column >= n_prompt:
                     for each in held:
@@ -211,7 +212,7 @@ def wrong_evictions(
                         wrong.append(f"row {row} layer {layer} column {column}: evicts out of turn")
                     held = [[k for k in held[h] if k not in recorded[h]] for h in range(n_heads)]
                     continue
-                scores = _scores(layers, row, layer, held, first, column, spec)
+                scores = _scores(layers, row, layer, held, first, n_protected, column, spec, memory)
                 for h in range(n_heads):
                     why = _wrong(held[h], recorded[h], scores[h], first, n_protected, column, spec, tolerance)
                     if why:
@@ -248,9 +249,21 @@ def _wrong(
 
 
 def _scores(
-    layers: Layers, row: int, layer: int, held: list[list[int]], first: int, column: int, spec: CacheSpec
+    layers: Layers,
+    row: int,
+    layer: int,
+    held: list[list[int]],
+    first: int,
+    n_protected: int,
+    column: int,
+    spec: CacheSpec,
+    memory: list[dict[int, float]],
 ) -> list[dict[int, float] | None]:
-    """Scores of the keys outside the window, by column; None if the policy draws them."""
+    """Scores of the keys outside the window, by column; None if the policy draws them.
+
+    What G-KV remembers of each head's keys is written to `memory`.
+    """
+    n_first = max(spec.sink, n_protected)
     if spec.policy == "random":
         return [None] * len(held)
     keys, values, queries = (part[layer][row] for part in (layers.keys, layers.values, layers.queries))
@@ -271,8 +284,13 @@ def _scores(
                 attention_sum=[float(received[first : column + 1, k].double().sum()) for k in columns],
                 last_attention=[float(received[column, k]) for k in columns],
                 scaling=layers.scaling,
+                budget=spec.budget,
+                n_first=sum(k < first + n_first for k in columns),
+                previous=[memory[h].get(k, 0.0) for k in columns],
             )
         )
+        if spec.policy == "gkv":
+            memory[h] = dict(zip(columns, gkv_memory(heads[-1]), strict=False))
     assert isinstance(spec.policy, str)
     found = scores_of_layer(spec.policy, heads)
     older = [[k for k in columns if k <= column - spec.window] for columns in held]
