@@ -34,7 +34,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         **reference_statistics(experience),
         **reward_statistics(experience.rewards),
     }
-    return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
+    budget = {} if experience.budget is None else {"kv/budget": float(experience.budget)}
+    return {"kv/bytes": float(rollout.kv_bytes), **budget, **as_floats(scalars)}
 
 
 def recorded_bytes(experience: Experience) -> dict[str, float]:

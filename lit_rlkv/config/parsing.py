@@ -149,6 +149,7 @@ def _check_model(cfg: Config) -> None:
 def _check_cache(cfg: Config) -> None:
     cache = cfg.cache
     budgets = {"cache": (cache.budget,), "evaluation.budgets": cfg.evaluation.budgets}
+    budgets |= {"cache.budget_bounds": cache.budget_bounds or ()}
     with as_config_errors("cache"):
         check_policy_name(cache.policy)
         if cache.policy in (DENSE, *POLICY_NAMES):
@@ -164,6 +165,19 @@ def _check_cache(cfg: Config) -> None:
                     window=cache.window,
                     is_dense=cache.policy == DENSE,
                 )
+    bounds = cache.budget_bounds or (cache.budget, cache.budget)
+    require(
+        len(bounds) == 2 and bounds[0] <= cache.budget <= bounds[-1],
+        "cache.budget_bounds must be two budgets, the smaller one first, with "
+        f"cache.budget={cache.budget} between them, got {list(bounds)}; change them",
+    )
+    measures = dict(named_items(cfg.diagnostics)).get("mismatch") is not None
+    is_dense = cfg.correction.get("samples_dense") or cache.policy == DENSE
+    require(
+        cache.target_overlap is None or (measures and not is_dense),
+        f"cache.target_overlap={cache.target_overlap} needs an evicting cache in the rollouts, and "
+        "diagnostics.mismatch, which measures the overlap; set it to null, or choose others",
+    )
 
 
 def _check_numbers(cfg: Config) -> None:

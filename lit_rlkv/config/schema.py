@@ -5,7 +5,7 @@ arguments of the class that it names.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache of rollouts, per sequence, layer and KV head; arguments of lit_rlkv.CacheSpec."""
+    """The KV cache of rollouts, per sequence, layer and KV head, and what steers its budget."""
 
     policy: str = option(
         "random",
@@ -51,6 +51,22 @@ class CacheConfig:
     protect_prompt: bool = option(
         False, "never evict keys of the prompt, and count only those after it in the budget"
     )
+    target_overlap: Number | None = option(
+        None,
+        "steer the budget so that the lowest kv/overlap_p05 of any position stays here, 0.86 for example, "
+        "from measurement to measurement of diagnostics.mismatch; null: a fixed budget",
+        above=0,
+        below=1,
+    )
+    budget_bounds: tuple[int, ...] | None = option(
+        None, "smallest and largest budget under target_overlap; null: half and twice budget", least=1
+    )
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Arguments of lit_rlkv.CacheSpec."""
+        control = ("target_overlap", "budget_bounds")
+        return {name: value for name, value in vars(self).items() if name not in control}
 
 
 @dataclass(frozen=True, kw_only=True)

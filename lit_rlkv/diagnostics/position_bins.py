@@ -10,6 +10,9 @@ from lit_rlkv.diagnostics.importance_ratios import effective_share
 MAX_BINS = 64
 """Most bins; longer responses have bins of several neighbouring positions."""
 
+FIRST_TAIL, TAIL_FACTOR = 8, 4
+"""Positions 0 to 7 are the first bin of `overlap_tails`; the others end at 4 times their start."""
+
 Arrays = dict[str, Tensor]
 
 
@@ -78,6 +81,25 @@ def overlaps_by_position(
     """Return mean and 5th percentile of Σ_v min(μ_v, π_v) by position; NaN marks unmeasured responses."""
     found = by_position(overlap, response_mask)
     return {"overlap_mean": found.nanmean(dim=1), "overlap_p05": found.nanquantile(0.05, dim=1)}
+
+
+def overlap_tails(
+    overlap: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> dict[int, Tensor]:
+    """Return the 5th percentile of the overlap in bins that are the same for responses of all lengths.
+
+    The bins begin at positions 0, 8, 32, 128, 512, ..., which are the keys; those without a measured token
+    are left out. NaN marks unmeasured responses.
+    """
+    first, n_positions = _extent(response_mask)
+    found, starts = {}, [0, FIRST_TAIL]
+    while starts[-2] < n_positions:
+        bin_columns = slice(first + starts[-2], first + starts[-1])
+        values = overlap[:, bin_columns][response_mask[:, bin_columns]]
+        if not values.isnan().all():
+            found[starts[-2]] = values.nanquantile(0.05)
+        starts.append(TAIL_FACTOR * starts[-1])
+    return found
 
 
 def as_lists(arrays: Arrays) -> dict[str, list[float | int | None]]:

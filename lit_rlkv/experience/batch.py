@@ -45,6 +45,8 @@ class Experience:
     """True if `old_logps` were scored under replay: they differ from the sampler's by rounding only."""
     entropy: Float[Tensor, "batch seq"] | None = None
     """Entropy of the policy at each response token before the update, in nats; None if nothing needs it."""
+    budget: int | None = None
+    """Budget of the rollout's cache if it is steered by the overlap; None otherwise."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 

@@ -102,7 +102,7 @@ def build_parts(cfg: Config) -> Parts:
     make_optimizer = _build_optimizer("optimizer", cfg.optimizer)
     make_sft_optimizer = _build_optimizer("sft.optimizer", cfg.sft.optimizer)
     with as_config_errors("cache"):
-        cache = CacheSpec(**vars(cfg.cache))
+        cache = CacheSpec(**cfg.cache.spec)
     return Parts(
         task=task,
         cache=cache,
