@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -157,6 +157,20 @@ def test_a_run_with_a_damaged_checkpoint_resumes_from_the_one_before(sft_runs, c
     run(sft_runs, "damaged", *options, resumes=True)
     assert "iteration-000004/trainable.safetensors has changed since it was written" in caplog.text
     assert_same_run(sft_runs / "damaged", sft_runs / "whole")
+
+
+def test_a_budget_that_is_steered_resumes_where_it_was(sft_runs):
+    # The overlap of a barely trained model is above 0.95, so the budget falls in every iteration.
+    steered = ["cache.target_overlap=0.9", "cache.budget_bounds=[4,12]", "cache.budget=12"]
+    measure = "+diagnostics.mismatch={_target_: lit_rlkv.callbacks.mismatch.DenseMismatch, every: 1}"
+    options = [*OPTIONS, *steered, measure, "algorithm.n_iterations=4"]
+    run(sft_runs, "steered", *options)
+    budgets = [float(row["kv/budget"]) for row in rows_of(sft_runs / "steered")]
+    assert budgets == [12, 11, 10, 9]
+    copytree(sft_runs / "steered", sft_runs / "steered_again")
+    rmtree(sft_runs / "steered_again" / "checkpoints" / "iteration-000004")
+    run(sft_runs, "steered_again", *options, resumes=True)
+    assert_same_run(sft_runs / "steered_again", sft_runs / "steered")
 
 
 def test_a_full_disk_costs_a_warning_and_the_next_iteration_is_saved(sft_runs, monkeypatch, caplog):

@@ -104,7 +104,7 @@ def _case(setting: Setting, label: str, moves_attention: bool, n_due: int) -> Ca
 def counted(compaction: Compaction) -> Work:
     """From what this very compaction moves."""
     c, due = compaction, compaction.pool.is_due
-    kept = choose_survivors(c.scores[due], c.columns[due], c.now[due], c.first[due], **c.limits)
+    kept, _ = choose_survivors(c.scores[due], c.columns[due], c.now[due], c.first[due], **c.limits)
     n_moved = int((kept != torch.arange(kept.shape[-1], device=kept.device)).sum())
     sizes, n_pools = c.pool.sizes, c.pool.n_pools
     n_dead = n_pools * sizes.interval

@@ -35,6 +35,8 @@ STYLES = {
     "knorm": (PURPLE, "v"),
     "keydiff": ("#8c6bb1", "P"),
     "expected": (VERMILLION, "X"),
+    "vase": ("#e7298a", "*"),
+    "gkv": ("#66a61e", "<"),
     "random": (INK, "x"),
 }
 """Colour and marker of each policy."""

@@ -16,10 +16,12 @@ from lit_rlkv.diagnostics.importance_ratios import correction_statistics, dense_
 from lit_rlkv.diagnostics.position_bins import (
     as_lists,
     log_ratios_by_position,
+    overlap_tails,
     overlaps_by_position,
     prefixes_by_position,
 )
 from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.packing import passes, unpacked
@@ -35,6 +37,8 @@ class DenseMismatch(RowsDiagnostic):
     """
 
     name = "mismatch"
+    budget: BudgetController | None = None
+    """Gets the lowest of the overlaps' 5th percentiles by position."""
 
     def measure(self, experience: Experience) -> None:
         dense_logps = experience.ranks.all_gather(self._dense_logps(experience))
@@ -43,12 +47,16 @@ class DenseMismatch(RowsDiagnostic):
         response_mask = rollout.response_mask
         log_ratio = dense_logps - rollout.rollout_logps
         at_tokens = overlap[response_mask & ~overlap.isnan()]
+        tails = overlap_tails(overlap, response_mask)
+        if self.budget is not None:
+            self.budget.update(float(min(tails.values())))
         self.scalars = as_floats(
             {
                 **dense_mismatch(dense_logps, rollout.rollout_logps, response_mask),
                 **correction_statistics(log_ratio, response_mask),
                 "kv/overlap_mean": at_tokens.mean(),
                 "kv/overlap_p05": at_tokens.quantile(0.05),
+                **{f"kv/overlap_p05/{start}": tail for start, tail in tails.items()},
             }
         )
         self.arrays = as_lists(

@@ -37,7 +37,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
     }
     if ENVIRONMENT in experience.rewards.components:
         scalars["completions/mean_turns"] = turn_starts(rollout.response_mask).sum(dim=1).float().mean()
-    return {"kv/bytes": float(rollout.kv_bytes), **as_floats(scalars)}
+    budget = {} if experience.budget is None else {"kv/budget": float(experience.budget)}
+    return {"kv/bytes": float(rollout.kv_bytes), **budget, **as_floats(scalars)}
 
 
 def recorded_bytes(experience: Experience) -> dict[str, float]:

@@ -5,7 +5,7 @@ arguments of the class that it names.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,17 +36,37 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache of rollouts, per sequence, layer and KV head; arguments of lit_rlkv.CacheSpec."""
+    """The KV cache of rollouts, per sequence, layer and KV head, and what steers its budget."""
 
     policy: str = option(
         "random",
-        "streaming h2o snapkv rkv tova knorm keydiff expected random dense, or mypackage.policies.MyPolicy",
+        "streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random dense, or "
+        "mypackage.policies.MyPolicy",
     )
     policy_options: Node = option({}, "arguments of the policy's constructor")
     budget: int = option(16, "keys that survive a compaction", least=1)
     interval: int = option(5, "tokens written between compactions", least=1)
     sink: int = option(1, "first tokens, never evicted", least=0)
     window: int = option(3, "last tokens, never evicted, and the queries that policies look at", least=1)
+    protect_prompt: bool = option(
+        False, "never evict keys of the prompt, and count only those after it in the budget"
+    )
+    target_overlap: Number | None = option(
+        None,
+        "steer the budget so that the lowest kv/overlap_p05 of any position stays here, 0.86 for example, "
+        "from measurement to measurement of diagnostics.mismatch; null: a fixed budget",
+        above=0,
+        below=1,
+    )
+    budget_bounds: tuple[int, ...] | None = option(
+        None, "smallest and largest budget under target_overlap; null: half and twice budget", least=1
+    )
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Arguments of lit_rlkv.CacheSpec."""
+        control = ("target_overlap", "budget_bounds")
+        return {name: value for name, value in vars(self).items() if name not in control}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,9 @@ from lit_rlkv.objectives.reduction import response_first
 MAX_BINS = 64
 """Most bins; longer responses have bins of several neighbouring positions."""
 
+FIRST_TAIL, TAIL_FACTOR = 8, 4
+"""Positions 0 to 7 are the first bin of `overlap_tails`; the others end at 4 times their start."""
+
 Arrays = dict[str, Tensor]
 
 
@@ -81,6 +84,27 @@ def overlaps_by_position(
     """Return mean and 5th percentile of Σ_v min(μ_v, π_v) by position; NaN marks unmeasured responses."""
     found = by_position(overlap, response_mask)
     return {"overlap_mean": found.nanmean(dim=1), "overlap_p05": found.nanquantile(0.05, dim=1)}
+
+
+def overlap_tails(
+    overlap: Float[Tensor, "batch seq"], response_mask: Bool[Tensor, "batch seq"]
+) -> dict[int, Tensor]:
+    """Return the 5th percentile of the overlap in bins that are the same for responses of all lengths.
+
+    The bins begin at positions 0, 8, 32, 128, 512, ..., which are the keys; those without a measured token
+    are left out. NaN marks unmeasured responses.
+    """
+    order = response_first(response_mask)
+    is_token, by_rank = response_mask.gather(1, order), overlap.expand_as(response_mask).gather(1, order)
+    n_positions = int(response_mask.sum(dim=1).max())
+    found, starts = {}, [0, FIRST_TAIL]
+    while starts[-2] < n_positions:
+        places = slice(starts[-2], starts[-1])
+        values = by_rank[:, places][is_token[:, places]]
+        if not values.isnan().all():
+            found[starts[-2]] = values.nanquantile(0.05)
+        starts.append(TAIL_FACTOR * starts[-1])
+    return found
 
 
 def as_lists(arrays: Arrays) -> dict[str, list[float | int | None]]:

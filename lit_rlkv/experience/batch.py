@@ -48,6 +48,8 @@ class Experience:
     """Entropy of the policy at each response token before the update, in nats; None if nothing needs it."""
     transcripts: Sequence[str] = ()
     """Text of whole responses, with the observations of their environments; empty without environments."""
+    budget: int | None = None
+    """Budget of the rollout's cache if it is steered by the overlap; None otherwise."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 

@@ -20,6 +20,7 @@ from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
@@ -56,6 +57,7 @@ class RolloutDataModule(L.LightningDataModule):
         roles: roles of the run; the policy samples.
         source: source of prompts; each rank takes its own.
         cache: cache of the rollouts, unless `correction` samples with a dense one.
+        target_overlap, budget_bounds: see `BudgetController`.
         correction: cache of the sampler, view of the learner, and importance weights.
         advantage: advantage estimator, of the kind that the module needs.
         rollout: settings of sampling and scoring.
@@ -93,13 +95,16 @@ class RolloutDataModule(L.LightningDataModule):
         callbacks: Sequence[Callback] = (),
         ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
+        target_overlap: float | int | None = None,
+        budget_bounds: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.roles = roles
         self.tokenizer = tokenizer
         self.task = task
         self.source = source
-        self.cache = CacheSpec.dense() if correction.samples_dense else cache
+        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache
+        self.budget = BudgetController(sampler_cache, target_overlap, budget_bounds)
         self.correction = correction
         self.advantage = advantage.for_task(task)
         self.settings = rollout
@@ -127,6 +132,11 @@ class RolloutDataModule(L.LightningDataModule):
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
         self.callbacks = callbacks
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The cache of the next rollout."""
+        return self.budget.cache
 
     def train_dataloader(self) -> DataLoader[TrainBatch]:
         """Return the minibatches of the next iteration, in the order of their updates."""
@@ -203,6 +213,7 @@ class RolloutDataModule(L.LightningDataModule):
             is_replayed=self.correction.replays and not self.correction.bypass_mode,
             transcripts=[text for talk in talks for text in talk.transcripts],
             ranks=self.ranks,
+            budget=self.budget.controlled,
         )
 
     def explain_update(self) -> str:
@@ -334,6 +345,7 @@ class RolloutDataModule(L.LightningDataModule):
             "source": self.source.state_dict(),
             "kl": self.kl.state_dict(),
             "reward": self.reward.state_dict(),
+            "budget": self.budget.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -341,6 +353,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.source.load_state_dict(state_dict["source"])
         self.kl.load_state_dict(state_dict["kl"])
         self.reward.load_state_dict(state_dict["reward"])
+        if "budget" in state_dict:  # not in checkpoints of earlier versions
+            self.budget.load_state_dict(state_dict["budget"])
 
 
 class _Progress:

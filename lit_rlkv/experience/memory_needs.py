@@ -22,7 +22,8 @@ SORTING_BYTES = 26
 """Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
 SETTINGS = {
-    "KV cache": "cache.budget or, of a dense one, cache.policy and correction; rollout.max_rows",
+    "KV cache": "cache.budget, cache.protect_prompt or, of a dense one, cache.policy and correction; "
+    "rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "logits of a step": "rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",
@@ -55,8 +56,9 @@ def rollout_needs(
     n_rows, n_responses = n_concurrent_rows(n_prompts, group, settings.max_rows), n_prompts * group
     n_layers, n_tokens, dim = int(config.num_hidden_layers), int(config.vocab_size), max(head_dims(model))
     n_heads, itemsize = n_kv_heads(model), compute_dtype(model).itemsize
+    own_slots = cache.n_slots(n_columns, n_prompt_columns)
     n_slots = sum(  # of all layers
-        cache.n_slots(n_columns) if kind.window is None or kind.window >= n_columns else kind.window
+        own_slots if kind.window is None or kind.window >= n_columns else kind.window
         for kind in layer_kinds(model)
         if kind.attends
     )

@@ -58,6 +58,7 @@ class SlotCache(Cache):
         seq_len: columns of a sequence, prompt and response.
         generator: for policies that draw; on `device`.
         n_splits: see `lit_rlkv.kernels.decode_attention`.
+        n_prompt: columns of the longest prompt, which all prompts end at; for caches that protect them.
         n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
         kinds: kind of each layer; None: all attend to all keys.
     """
@@ -71,6 +72,7 @@ class SlotCache(Cache):
         device: torch.device,
         generator: torch.Generator | None = None,
         *,
+        n_prompt: int = 0,
         n_splits: int | None = None,
         n_slots: int | None = None,
         kinds: Sequence[LayerKind] | None = None,
@@ -81,7 +83,11 @@ class SlotCache(Cache):
         self.generator = generator
         self.n_rows = n_rows
         self.seq_len = seq_len
-        self.n_slots = n_slots if spec.is_dense and n_slots is not None else spec.n_slots(seq_len)
+        self.prompt_end = n_prompt if spec.protect_prompt and not spec.is_dense else 0
+        """Columns before it hold prompts that are never evicted."""
+        self.n_slots = spec.n_slots(seq_len, n_prompt)
+        if spec.is_dense and n_slots is not None:
+            self.n_slots = n_slots
         self.most_bytes = 0
         """Most bytes of the pools so far, but for what is allocated while they grow."""
         # A row that was never filled reads one slot of zeros.
@@ -90,7 +96,7 @@ class SlotCache(Cache):
         self.fed_up_to = torch.zeros(n_rows, dtype=torch.long, device=device)
         """Column of the last token of each row that was given, not sampled."""
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
-        self.levels = FillLevels(spec, n_rows, self.n_slots)
+        self.levels = FillLevels(spec, n_rows, self.n_slots - self.prompt_end)
         self.n_read: int | None = None
         """Leading slots that attention reads; None: all."""
         self.incoming: Feed | None = None
@@ -141,11 +147,11 @@ class SlotCache(Cache):
         index = torch.tensor(rows, device=is_token.device)
         sources = index[::n_samples]
         n_new, n_held, first = is_token.sum(dim=1), self.n_live[sources], self.first[sources]
-        newest = self.column[sources] + n_new
-        budget = self.seq_len if self.spec.is_dense else self.spec.budget
-        is_due = n_held + n_new > budget
+        newest, n_kept = self.column[sources] + n_new, torch.minimum(n_held + n_new, self.budgets[sources])
+        is_due = n_held + n_new > n_kept
         due = is_due.nonzero().flatten()
-        held, new, n_tokens = torch.stack([n_held, n_new, newest + 1 - first]).tolist()
+        of_rows = [n_held, n_new, newest + 1 - first, self.n_protected[sources]]
+        held, new, n_tokens, n_protected = torch.stack(of_rows).tolist()
         self._check_feed(held, new, n_tokens)
         feed = self.incoming = Feed(
             rows=index,
@@ -153,6 +159,7 @@ class SlotCache(Cache):
             is_token=is_token,
             n_new=n_new,
             n_held=n_held,
+            n_kept=n_kept,
             most_held=max(held),
             is_padded=min(held) < max(held) or min(new) < is_token.shape[1],
             first=first,
@@ -170,9 +177,10 @@ class SlotCache(Cache):
                 layer.end_feed(feed)
         finally:
             self.incoming = None
-        self.n_live[index] = (n_held + n_new).clamp(max=budget).repeat_interleave(n_samples)
+        self.n_live[index] = n_kept.repeat_interleave(n_samples)
         self.column[index] = self.fed_up_to[index] = newest.repeat_interleave(n_samples)
-        self.levels.start(rows, [n for n in n_tokens for _ in range(n_samples)])
+        of_all = ([n for n in each for _ in range(n_samples)] for each in (n_tokens, n_protected))
+        self.levels.start(rows, *of_all)
 
     def _check_feed(self, held: Sequence[int], new: Sequence[int], n_tokens: Sequence[int]) -> None:
         """Check that rows still have their keys, and slots for those of the given tokens.
@@ -205,10 +213,27 @@ class SlotCache(Cache):
         return min(self.levels.highest + 1, self.n_slots)
 
     @property
+    def n_protected(self) -> Int[Tensor, " row"]:
+        """Keys of each row's prompt that are never evicted."""
+        return (self.prompt_end - self.first).clamp(min=0)
+
+    @property
+    def budgets(self) -> Int[Tensor, " row"]:
+        """Keys that a compaction leaves in each row."""
+        return self.n_protected + (self.seq_len if self.spec.is_dense else self.spec.budget)
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Arguments of an eviction that bound what it may keep."""
+        spec = self.spec
+        sizes = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
+        return {**sizes, "prompt_end": self.prompt_end}
+
+    @property
     def is_due(self) -> Bool[Tensor, " row"]:
         """True for rows above the budget that have decoded a multiple of `interval` tokens since a feed."""
         n_decoded = self.column - self.fed_up_to
-        return (n_decoded % self.spec.interval == 0) & (self.n_live > self.spec.budget)
+        return (n_decoded % self.spec.interval == 0) & (self.n_live > self.budgets)
 
     def has_room(self, n_steps: int) -> bool:
         """Return False if a dense cache must `resize` before so many calls of `advance`."""
@@ -232,7 +257,7 @@ class SlotCache(Cache):
         with torch.autocast(is_due.device.type, enabled=False):  # scores are float32
             for layer in self.slot_layers:
                 layer.compact(is_due)
-        self.n_live.masked_fill_(is_due, self.spec.budget)
+        self.n_live.copy_(torch.where(is_due, self.budgets, self.n_live))
 
     def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
         """Return, for each key of these rows, the first column whose query no longer sees it.
@@ -266,22 +291,35 @@ class FillLevels:
     start together are compacted together, whatever the lengths of their prompts, and each as it would be
     alone. A finished row writes nothing, but the host counts on until it knows; a compaction may then find
     nothing to do.
+
+    Args:
+        n_slots: slots of a row beside those of protected prompts.
     """
 
     def __init__(self, spec: CacheSpec, n_rows: int, n_slots: int) -> None:
         self.interval = spec.interval
         # With slots for whole sequences within the budget, no row ever exceeds it.
         self.budget = NO_BUDGET if spec.is_dense or n_slots <= spec.budget else spec.budget
+        self.most = torch.full((n_rows,), self.budget)
+        """Keys that a compaction leaves in each row."""
         self.level = torch.full((n_rows,), IDLE)
         self.n_decoded = torch.zeros(n_rows, dtype=torch.long)
         self.n_tokens = torch.full((n_rows,), IDLE)
         """Tokens of each row, evicted or not."""
 
-    def start(self, rows: Sequence[int], n_tokens: Sequence[int]) -> None:
-        """Set the levels of rows after a feed, which keeps at most `budget` keys of all tokens so far."""
-        self.n_tokens[list(rows)] = torch.tensor(n_tokens)
-        self.level[list(rows)] = torch.tensor(n_tokens).clamp(max=self.budget)
-        self.n_decoded[list(rows)] = 0
+    def start(
+        self, rows: Sequence[int], n_tokens: Sequence[int], n_protected: Sequence[int] | int = 0
+    ) -> None:
+        """Set the levels of rows after a feed, which keeps at most `budget` keys of all tokens so far.
+
+        Args:
+            n_protected: keys that each row keeps beside its budget.
+        """
+        index = list(rows)
+        self.most[index] = self.budget + torch.tensor(n_protected)
+        self.n_tokens[index] = torch.tensor(n_tokens)
+        self.level[index] = torch.minimum(self.n_tokens[index], self.most[index])
+        self.n_decoded[index] = 0
 
     def stop(self, rows: Sequence[int]) -> None:
         """Mark rows as finished."""
@@ -290,7 +328,7 @@ class FillLevels:
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all other rows; these are numbered anew, in the order given."""
         self.level, self.n_decoded = self.level[list(rows)], self.n_decoded[list(rows)]
-        self.n_tokens = self.n_tokens[list(rows)]
+        self.n_tokens, self.most = self.n_tokens[list(rows)], self.most[list(rows)]
 
     @property
     def highest(self) -> int:
@@ -307,6 +345,6 @@ class FillLevels:
         self.level += 1
         self.n_decoded += 1
         self.n_tokens += 1
-        is_due = (self.n_decoded % self.interval == 0) & (self.level > self.budget)
-        self.level[is_due] = self.budget
+        is_due = (self.n_decoded % self.interval == 0) & (self.level > self.most)
+        self.level[is_due] = self.most[is_due]
         return bool(is_due.any())

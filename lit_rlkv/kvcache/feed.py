@@ -27,6 +27,8 @@ class Feed:
     n_new: Int[Tensor, " batch"]
     n_held: Int[Tensor, " batch"]
     """Keys that each row holds before; 0 at the begin of a sequence."""
+    n_kept: Int[Tensor, " batch"]
+    """Keys that each row holds afterwards."""
     most_held: int
     is_padded: bool
     """True if the rows hold different numbers of keys, or take different numbers of tokens."""

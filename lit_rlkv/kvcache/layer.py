@@ -126,7 +126,7 @@ class SlotLayer(CacheLayerMixin):
     def _feed(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
-        """Attend over the held keys and the given tokens, then keep at most `budget` keys of each row."""
+        """Attend over the held keys and the given tokens, then keep those that fit the budget of each row."""
         feed, policy = self._begin_feed(), self.cache.policy
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
         if self.keys is None:
@@ -145,9 +145,12 @@ class SlotLayer(CacheLayerMixin):
         attention = None
         if policy is not None and policy.tracks_attention is not None:
             is_last = policy.tracks_attention == "last"
-            attention = received_attention(
-                packed, key, feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
-            )
+            if policy.tracks_attention == "renewed":
+                attention = torch.zeros(key.shape[:3], device=key.device)
+            else:
+                attention = received_attention(
+                    packed, key, feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
+                )
             if self.attention is not None and feed.most_held > 0 and not is_last:
                 held_mass = self.attention[feed.sources, :, : feed.most_held]
                 attention += feed.join(held_mass, torch.zeros_like(attention[:, :, feed.most_held :]))
@@ -215,21 +218,30 @@ class SlotLayer(CacheLayerMixin):
         policy, (keys, values), n_candidates = self.cache.policy, self._pools(), key.shape[2]
         width = min(n_candidates, keys.shape[2])
         if policy is not None:
-            width = min(width, self.cache.spec.budget)
+            width = min(width, self.cache.spec.budget + self.cache.prompt_end)
             self.columns[feed.all_rows] = UNUSED
-        kept = feed.n_padding[:, None] + torch.arange(width, device=key.device)
-        is_unused = (kept >= n_candidates)[:, None]
-        kept = kept.clamp(max=n_candidates - 1)[:, None].repeat(1, key.shape[1], 1)
+        if self.attention is not None:
+            self.attention[feed.all_rows] = 0.0
+        place = torch.arange(width, device=key.device)
+        is_unused = (place >= feed.n_kept[:, None])[:, None]
+        kept = (
+            (feed.n_padding[:, None] + place).clamp(max=n_candidates - 1)[:, None].repeat(1, key.shape[1], 1)
+        )
         before = self.evicted_at[feed.sources]
+        view = None if feed.due is None else self._view_of(feed, key, value, columns, attention)
         for sample in range(feed.n_samples):
             rows = feed.rows_of(sample)
             if sample == 0 or (policy is not None and policy.draws):
                 evicted_at = before
-                if feed.due is not None:
-                    kept[feed.due] = self._survivors(feed, key, value, columns, attention)
+                if feed.due is not None and view is not None:
+                    slots, is_kept = self._survivors(feed, view)
+                    kept[feed.due] = slots[..., :width]
                     # The last given token is the last query to see the keys that are evicted.
-                    of_due = [each[feed.due] for each in (before, columns, kept, feed.newest + 1, feed.first)]
-                    evicted_at = before.index_copy(0, feed.due, record_evictions(*of_due))
+                    old, due_columns, now, first = (
+                        each[feed.due] for each in (before, columns, feed.newest + 1, feed.first)
+                    )
+                    recorded = record_evictions(old, due_columns, is_kept, now, first)
+                    evicted_at = before.index_copy(0, feed.due, recorded)
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
             self.evicted_at[rows] = evicted_at
             keys[rows, :, :width] = kept_keys
@@ -237,16 +249,23 @@ class SlotLayer(CacheLayerMixin):
             if policy is not None:
                 self.columns[rows, :, :width] = columns.gather(2, kept).masked_fill(is_unused, UNUSED)
             if self.attention is not None and attention is not None:
-                self.attention[rows, :, :width] = attention.gather(2, kept)
+                self.attention[rows, :, :width] = attention.gather(2, kept).masked_fill(is_unused, 0.0)
 
     def _survivors(
-        self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
-    ) -> Int[Tensor, "due kv_head budget"]:
-        """Return the candidates that the policy keeps of each due row, in the order of their columns."""
-        spec, policy, due = self.cache.spec, self.cache.policy, feed.due
+        self, feed: Feed, view: SlotView
+    ) -> tuple[Int[Tensor, "due kv_head kept"], Bool[Tensor, "due kv_head candidate"]]:
+        """Return the candidates that the policy keeps of each due row; see `choose_survivors`."""
+        policy, due = self.cache.policy, feed.due
         assert policy is not None
         assert due is not None
-        view = self._view(
+        scores, now = policy.score(view)[due], feed.newest[due] + 1
+        return choose_survivors(scores, view.columns[due], now, feed.first[due], **self.cache.limits)
+
+    def _view_of(
+        self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
+    ) -> SlotView:
+        """Return the policy's input for the rows of a feed."""
+        return self._view(
             rows=feed.sources,
             keys=key,
             values=value,
@@ -255,10 +274,6 @@ class SlotLayer(CacheLayerMixin):
             newest=feed.newest,
             first=feed.first,
             is_due=feed.is_due,
-        )
-        limits = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
-        return choose_survivors(
-            policy.score(view)[due], columns[due], feed.newest[due] + 1, feed.first[due], **limits
         )
 
     def _decode(
@@ -275,7 +290,7 @@ class SlotLayer(CacheLayerMixin):
             self.columns.view(-1).index_copy_(0, places, columns)
         if self.recent_queries is not None:
             self.recent_queries.write(cache.column, packed)
-        read = slice(cache.n_read)
+        read, tracked = slice(cache.n_read), None if policy is None else policy.tracks_attention
         out = decode_attention(
             packed,
             keys[:, :, read],
@@ -284,8 +299,8 @@ class SlotLayer(CacheLayerMixin):
             scaling,
             softcap=softcap,
             sink=self.sink,
-            received=None if self.attention is None else self.attention[:, :, read],
-            accumulates=policy is not None and policy.tracks_attention == "sum",
+            received=None if tracked not in ("sum", "last") else self._attention()[:, :, read],
+            accumulates=tracked == "sum",
             n_splits=cache.n_splits,
         )
         return out.reshape(n_rows, -1, 1, value.shape[-1])
@@ -318,7 +333,7 @@ class SlotLayer(CacheLayerMixin):
             is_due=is_due,
         )
         scores = policy.score(view)
-        running = self.attention if policy.tracks_attention == "sum" else None
+        running = None if policy.tracks_attention == "last" else self.attention
         evict(
             scores,
             keys,
@@ -329,11 +344,17 @@ class SlotLayer(CacheLayerMixin):
             is_due,
             cache.column + 1,
             cache.first,
-            budget=cache.spec.budget,
-            sink=cache.spec.sink,
-            window=cache.spec.window,
+            **cache.limits,
         )
-        self.columns[:, :, cache.spec.budget :].masked_fill_(is_due[:, None, None], UNUSED)
+        is_behind = torch.arange(cache.n_slots, device=keys.device) >= cache.budgets[:, None]
+        is_free = (is_behind & is_due[:, None])[:, None]
+        self.columns.masked_fill_(is_free, UNUSED)
+        if running is not None:
+            running.masked_fill_(is_free, 0.0)
+
+    def _attention(self) -> Float[Tensor, "row kv_head slot"]:
+        assert self.attention is not None
+        return self.attention
 
     def _pools(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, [row, kv_head, slot, dim]."""
@@ -352,17 +373,22 @@ class SlotLayer(CacheLayerMixin):
         first: Int[Tensor, " batch"],
         is_due: Bool[Tensor, " batch"],
     ) -> SlotView:
-        """Return the policy's input for these rows, whose latest query is at column `newest`."""
-        window = self.cache.spec.window
+        """Return the policy's input for these rows, whose latest query is at column `newest`.
+
+        A policy that renews `attention` has done so, in place.
+        """
+        policy, spec, window = self.cache.policy, self.cache.spec, self.cache.spec.window
         queries = query_columns = None
         if self.recent_queries is not None:
             queries, query_columns = self.recent_queries.read(rows, newest)
-        return SlotView(
+        view = SlotView(
             keys=keys,
             values=values,
             columns=columns,
             is_live=columns >= first[:, None, None],
             is_recent=columns > (newest - window)[:, None, None],
+            is_first=columns < (first + spec.sink).clamp(min=self.cache.prompt_end)[:, None, None],
+            budget=spec.budget,
             queries=queries,
             query_columns=query_columns,
             attention=attention,
@@ -370,6 +396,9 @@ class SlotLayer(CacheLayerMixin):
             generator=self.cache.generator,
             is_due=is_due,
         )
+        if policy is not None and policy.tracks_attention == "renewed" and attention is not None:
+            attention.copy_(torch.where(is_due[:, None, None], policy.renew(view), attention))
+        return view
 
 
 def _widened(pool: Float[Tensor, "row kv_head slot dim"], rows: Int[Tensor, " kept"], n_slots: int) -> Tensor:

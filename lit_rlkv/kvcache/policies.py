@@ -20,6 +20,12 @@ SNAPKV_POOL, RKV_POOL = 5, 7
 """Keys that SnapKV averages over, and R-KV takes the maximum over."""
 RKV_IMPORTANCE = 0.1
 """Weight λ of importance in R-KV."""
+VASE_SHARE = 4
+"""Keys of the budget for each one that VaSE keeps for its large value."""
+VASE_LARGE = 1000.0
+"""Added to the scores of large values: more than a log-probability with Gumbel noise reaches."""
+GKV_DECAY, GKV_IMPORTANCE = 0.8, 0.5
+"""Part α of its score that a key keeps at the next compaction, and weight λ of that score, in G-KV."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,17 @@ class SlotView:
     """False on padding and in slots without a key, which are never kept, whatever their score."""
     is_recent: Bool[Tensor, "batch kv_head slot"]
     """True in the window of the latest keys, which are kept whatever their score."""
+    is_first: Bool[Tensor, "batch kv_head slot"]
+    """True on the sinks, and on a prompt that is protected, which are kept whatever their score."""
+    budget: int
+    """Keys that stay, beside those of a protected prompt."""
     queries: Float[Tensor, "batch kv_head group window dim"] | None
     """The latest queries, in any order, grouped by KV head; None unless the policy sets `sees_queries`."""
     query_columns: Int[Tensor, "batch window"] | None
     """Position of each query in the sequence, padding included."""
     attention: Float[Tensor, "batch kv_head slot"] | None
-    """Attention that each key received, mean over the query group; None without `tracks_attention`."""
+    """Attention that each key received, mean over the query group, or what `Policy.renew` returned for it;
+    None without `tracks_attention`."""
     scaling: float
     """Factor of q·k in the attention logits."""
     generator: torch.Generator | None
@@ -54,16 +65,16 @@ class Policy(ABC):
     `score` is called for each layer when sequences above the budget are compacted. In each KV head the cache
     keeps the sink tokens, the window of latest tokens, then the keys of highest score, up to the budget. It
     moves them to the front of the pool and records when the others were evicted, so that the learner can
-    replay it. A policy has no state: everything it may use is in the `SlotView`.
+    replay it. A policy object has no state: everything it may use is in the `SlotView`.
 
         class LargestValues(Policy):
             def score(self, view):
                 return view.values.float().norm(dim=-1)
     """
 
-    tracks_attention: ClassVar[Literal["sum", "last"] | None] = None
+    tracks_attention: ClassVar[Literal["sum", "last", "renewed"] | None] = None
     """Attention that the cache collects in `SlotView.attention`: "sum" over all queries since the key was
-    written, "last" query only, or None."""
+    written, "last" query only, or None. "renewed": what `renew` returns, before each call of `score`."""
     sees_queries: ClassVar[bool] = False
     """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
     draws: ClassVar[bool] = False
@@ -74,6 +85,10 @@ class Policy(ABC):
     @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         """Return float scores; the highest are kept, and of equal scores the earlier key."""
+
+    def renew(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        """Return a number of each key from `view.attention`, which holds the last one; 0 for a new key."""
+        raise NotImplementedError(f'{type(self).__name__}.renew is needed for tracks_attention = "renewed"')
 
 
 class Streaming(Policy):
@@ -205,6 +220,75 @@ class Expected(Policy):
         )
 
 
+class VaSE(Policy):
+    """Keys of the largest values, and others drawn by attention (arXiv:2606.03928).
+
+    score(k) = 1000 + r(k) for the budget / 4 keys of largest r(k) = max_d v − min_d v, and log p(k) + Gumbel
+    noise for the others, p = avgpool5 over k of mean over window queries and group of softmax(q·k·scaling).
+
+    The highest of log p + noise are a draw without replacement by p. The softmax runs over the keys outside
+    the window. Sinks are kept beside the large values; the authors' code counts them among these.
+    """
+
+    sees_queries = True
+    draws = True
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.queries is not None
+        assert view.query_columns is not None
+        is_older = view.is_live & ~view.is_recent
+        window = (view.queries, view.keys, view.columns, view.query_columns, is_older)
+        attention = slot_scores.mean_window_attention(*window, view.scaling, view.is_due)
+        pooled = F.avg_pool1d(attention, SNAPKV_POOL, stride=1, padding=SNAPKV_POOL // 2)
+        noise = torch.empty_like(pooled).exponential_(generator=view.generator).log()
+        drawn = pooled.clamp(min=torch.finfo(pooled.dtype).tiny).log() - noise
+        value_range = (view.values.amax(-1) - view.values.amin(-1)).float()
+        value_range = value_range.masked_fill(view.is_first | ~is_older, -torch.inf)
+        n_large = min(view.budget // VASE_SHARE, value_range.shape[-1])
+        largest = value_range.topk(n_large).indices
+        is_large = torch.zeros_like(is_older).scatter(2, largest, True) & ~value_range.isinf()
+        return torch.where(is_large, VASE_LARGE + value_range, drawn)
+
+
+class GKV(Policy):
+    """G-KV: attention at all compactions, minus redundancy (arXiv:2512.00504).
+
+    score = λ·G − (1 − λ)·redundancy / max redundancy, λ = 0.5, G = max(α · G of the last compaction, local /
+    max local), α = 0.8, and local(k) the mean over window queries of max over group of softmax(q·k·scaling).
+
+    The softmax runs over all keys that a query sees, the maxima over keys outside the window, as in the
+    authors' code.
+    """
+
+    tracks_attention = "renewed"
+    sees_queries = True
+
+    def renew(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.attention is not None
+        local = peak_attention(view).masked_fill(view.is_recent, 0.0)
+        return torch.maximum(GKV_DECAY * view.attention, local / local.amax(-1, keepdim=True))
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.attention is not None
+        similar = redundancy(view).masked_fill(view.is_recent, 0.0)
+        similar = similar / similar.amax(-1, keepdim=True)
+        return GKV_IMPORTANCE * view.attention - (1 - GKV_IMPORTANCE) * similar
+
+
+def peak_attention(view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    """Return the mean over window queries of max over group of softmax(q·k·scaling) over the keys seen."""
+    assert view.queries is not None
+    assert view.query_columns is not None
+    total = torch.zeros_like(view.columns, dtype=torch.float32)
+    keys = view.keys.float().transpose(-1, -2)
+    for number in range(view.queries.shape[3]):  # one at a time, because logits of all would not fit
+        logits = view.queries[:, :, :, number].float() @ keys * view.scaling
+        is_seen = view.is_live & (view.columns <= view.query_columns[:, number, None, None])
+        logits = logits.masked_fill(~is_seen.unsqueeze(2), -torch.inf)
+        total += logits.softmax(-1).amax(dim=2)
+    return total / view.queries.shape[3]
+
+
 class Random(Policy):
     """Uniformly random eviction, a baseline.
 
@@ -227,6 +311,8 @@ POLICIES: dict[str, type[Policy]] = {
     "knorm": KNorm,
     "keydiff": KeyDiff,
     "expected": Expected,
+    "vase": VaSE,
+    "gkv": GKV,
     "random": Random,
 }
 DENSE = "dense"

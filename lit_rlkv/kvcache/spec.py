@@ -10,7 +10,7 @@ from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A KV cache of `budget + interval` slots per sequence, layer and KV head.
+    """A KV cache of `budget + interval` slots per sequence, layer and KV head, beside protected prompts.
 
     After every chunk of given tokens, and every `interval` sampled tokens from there, a sequence with more
     than `budget` keys is compacted to it: the `sink` first and the `window` last tokens of the sequence, and
@@ -24,10 +24,13 @@ class CacheSpec:
         interval: tokens decoded between two compactions.
         sink: first tokens of a sequence that are never evicted.
         window: latest tokens that are never evicted.
+        protect_prompt: never evict a key of the prompt, and let `budget` count the keys after it alone. Each
+            row then has `budget + interval` slots and one for each token of the longest prompt. Tokens that
+            are given in the middle of a response are no prompt.
 
     Raises:
         ValueError: the policy is unknown or does not take the options, a size is not an integer or too small,
-            or the budget is below sink + window + 1.
+            the budget is below sink + window + 1, or `protect_prompt` is not a bool.
     """
 
     policy: str | type[Policy] | Policy = "snapkv"
@@ -35,6 +38,7 @@ class CacheSpec:
     interval: int = 128
     sink: int = 4
     window: int = 16
+    protect_prompt: bool = False
     policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +51,10 @@ class CacheSpec:
             raise ValueError(
                 f"budget must be at least sink + window + 1 = {least}, got {self.budget}; raise the budget, "
                 "or lower sink or window"
+            )
+        if not isinstance(self.protect_prompt, bool):
+            raise ValueError(
+                f"cache.protect_prompt must be true or false, got {self.protect_prompt!r}; choose one"
             )
 
     @classmethod
@@ -62,7 +70,10 @@ class CacheSpec:
     @property
     def label(self) -> str:
         """Name of this cache in tables and plots."""
-        return "dense" if self.is_dense else f"{self.policy_name} {self.budget}+{self.interval}"
+        if self.is_dense:
+            return "dense"
+        prompt = "prompt+" if self.protect_prompt else ""
+        return f"{self.policy_name} {prompt}{self.budget}+{self.interval}"
 
     @property
     def policy_name(self) -> str:
@@ -71,9 +82,16 @@ class CacheSpec:
             return self.policy.rpartition(".")[2]
         return (self.policy if isinstance(self.policy, type) else type(self.policy)).__name__
 
-    def n_slots(self, seq_len: int) -> int:
-        """Return the slots per sequence, layer and KV head for sequences of at most `seq_len` tokens."""
-        return seq_len if self.is_dense else min(self.budget + self.interval, seq_len)
+    def n_slots(self, seq_len: int, n_prompt: int = 0) -> int:
+        """Return the slots per sequence, layer and KV head.
+
+        Args:
+            seq_len: tokens of the longest sequence.
+            n_prompt: tokens of the longest prompt.
+        """
+        if self.is_dense:
+            return seq_len
+        return min(self.budget + self.interval + (n_prompt if self.protect_prompt else 0), seq_len)
 
     def make_policy(self) -> Policy | None:
         """Return the policy object; None if nothing is ever evicted."""

@@ -135,6 +135,7 @@ class Decoder:
             self.seq_len,
             device,
             generator,
+            n_prompt=n_prompt_columns,
             n_splits=n_splits,
             n_slots=min(self.seq_len, n_prompt_columns + FIRST_TOKENS),
             kinds=layer_kinds(model),

@@ -19,6 +19,7 @@ from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
+from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
@@ -93,6 +94,7 @@ def build_and_check(config: Config) -> CheckedConfig:
     with as_config_errors("evaluation.budgets"):
         caches_to_evaluate(checked.parts.cache, config.evaluation.budgets)
     _check_algorithm(checked)
+    _check_budget_control(checked)
     _check_minibatches(checked)
     _check_verifier(checked)
     if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
@@ -110,7 +112,7 @@ def build_parts(cfg: Config) -> Parts:
         ConfigError: an object cannot be built, or is of the wrong kind.
     """
     with as_config_errors("cache"):
-        cache = CacheSpec(**vars(cfg.cache))
+        cache = CacheSpec(**cfg.cache.spec)
     user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
     with as_config_errors("user_callbacks"):
         check_hooks(user_callbacks.values())
@@ -243,6 +245,19 @@ def _check_algorithm(cfg: CheckedConfig) -> None:
         algorithm.critic_warmup < (algorithm.n_iterations if cfg.parts.has_critic else 1),
         f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
         f"n_iterations={algorithm.n_iterations} with one",
+    )
+
+
+def _check_budget_control(cfg: CheckedConfig) -> None:
+    target = cfg.cache.target_overlap
+    with as_config_errors("cache"):
+        BudgetController(cfg.parts.cache, target, cfg.cache.budget_bounds)
+    is_measured = dict(named_items(cfg.diagnostics)).get("mismatch") is not None
+    require(
+        target is None
+        or (is_measured and not cfg.parts.correction.samples_dense and not cfg.parts.cache.is_dense),
+        f"cache.target_overlap={target} needs an evicting cache in the rollouts, and diagnostics.mismatch, "
+        "which measures the overlap; set it to null, or choose others",
     )
 
 

@@ -6,6 +6,7 @@ from lightning import Callback
 
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.callbacks.hooks import loss_terms_of
+from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -71,10 +72,14 @@ def train_policy(
             # Distillation adds a forward of the policy under the other view.
             n_graphs=module.n_graphs + (cfg.distillation is not None),
         ),
+        target_overlap=cfg.cache.target_overlap,
+        budget_bounds=cfg.cache.budget_bounds,
     )
     for callback in callbacks:
         if isinstance(callback, RowsDiagnostic):
             callback.tokens_per_pass = min(callback.tokens_per_pass, datamodule.tokens_per_pass)
+        if isinstance(callback, DenseMismatch):
+            callback.budget = datamodule.budget
     module.loss_terms = loss_terms_of(callbacks)
     state = RunState(
         context.fabric,

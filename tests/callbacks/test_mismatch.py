@@ -7,6 +7,7 @@ import torch
 from lit_rlkv.callbacks.mismatch import DenseMismatch, LayerMismatch
 from lit_rlkv.callbacks.rollout_statistics import rollout_statistics
 from lit_rlkv.diagnostics.distributions import layer_kls, view_overlap
+from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models.hydra import acting_as
 from tests.callbacks.measuring import measured
@@ -33,6 +34,27 @@ def test_a_replaying_learner_reports_the_mismatch_of_a_dense_learner():
         assert found[f"kv/dense_{name}"] == expected[f"rollout_corr/{name}"], name
     assert found["kv/dense_k3_kl"] > 1e-3
     assert rollout_statistics(replayed)["rollout_corr/k3_kl"] == 0.0  # what it would say of itself
+
+
+def test_the_lowest_overlap_by_position_steers_the_budget_of_the_next_rollout():
+    roles = shift(make_roles(), std=0.1)
+    data, resumed = make_datamodule(roles), make_datamodule(roles)
+    for each in (data, resumed):
+        each.budget = BudgetController(each.cache, target=0.999)
+    diagnostic = DenseMismatch()
+    diagnostic.budget = data.budget
+    before, first = data.cache.budget, data.collect()
+    found, _ = measured(diagnostic, roles, first)
+    assert min(value for name, value in found.items() if name.startswith("kv/overlap_p05/")) < 0.999
+    data.iteration += 1
+    resumed.load_state_dict(data.state_dict())
+    second, again = data.collect(), resumed.collect()
+    assert (first.budget, second.budget) == (before, data.cache.budget)
+    assert before < data.cache.budget
+    assert rollout_statistics(second)["kv/budget"] == data.cache.budget
+    assert torch.equal(again.rollout.evicted_at, second.rollout.evicted_at)
+    assert second.rollout.kv_bytes > first.rollout.kv_bytes
+    assert make_datamodule(roles).collect().budget is None
 
 
 def test_a_dense_learner_needs_no_further_forward():

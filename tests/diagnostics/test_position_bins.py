@@ -9,6 +9,7 @@ from lit_rlkv.diagnostics.position_bins import (
     bin_starts,
     by_position,
     log_ratios_by_position,
+    overlap_tails,
     overlaps_by_position,
     prefixes_by_position,
 )
@@ -95,6 +96,21 @@ def test_overlaps_are_of_the_responses_that_were_looked_at():
     found = overlaps_by_position(overlap, IS_ACTION)
     assert found["overlap_mean"].tolist() == [0.5, 0.25, 1.0]
     assert found["overlap_p05"].tolist() == [0.5, 0.25, 1.0]
+
+
+def test_tails_are_of_bins_that_do_not_move_with_the_longest_response():
+    overlap = torch.linspace(1.0, 0.0, 42).expand(3, 42).clone()
+    overlap[2] = NAN
+    response_mask = torch.ones(3, 42, dtype=torch.bool)
+    response_mask[:, :2] = False
+    found = overlap_tails(overlap, response_mask)
+    assert list(found) == [0, 8, 32]
+    for start, end in ((0, 8), (8, 32), (32, 40)):
+        expected = overlap[:2, 2 + start : 2 + end].quantile(0.05)
+        assert float(found[start]) == pytest.approx(float(expected))
+    shorter = overlap_tails(overlap[:, :20], response_mask[:, :20])
+    assert list(shorter) == [0, 8]
+    assert shorter[0] == found[0]
 
 
 def test_lists_are_json():

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.types import Rollout
-from tests.kvcache.published import Head, scores_of_layer
+from tests.kvcache.published import Head, gkv_memory, scores_of_layer
 
 NAME = "explicit_mask"
 
@@ -189,17 +189,20 @@ def wrong_evictions(
     is_given = rollout.attention_mask & ~rollout.response_mask
     for row in range(len(rollout.input_ids)):
         first = int(rollout.attention_mask[row].int().argmax())
+        n_prompt = int(rollout.response_mask[row].int().argmax())
         last_query = int(rollout.response_mask[row].nonzero().max()) - 1
         for layer, keys in layers.keys.items():
             if layer in without:
                 continue
             evicted_at = layers.of(layer, rollout.evicted_at)[row]
             n_heads = keys.shape[1]
+            n_protected = n_prompt - first if spec.protect_prompt else 0
             held: list[list[int]] = [[] for _ in range(n_heads)]
+            memory: list[dict[int, float]] = [{} for _ in range(n_heads)]
             for column in range(first, last_query + 1):
                 for each in held:
                     each.append(column)
-                is_due = len(held[0]) > spec.budget and _is_end(
+                is_due = len(held[0]) > spec.budget + n_protected and _is_end(
                     is_given[row].tolist(), column, spec.interval, prefill_chunk
                 )
                 recorded = [
@@ -210,9 +213,9 @@ def wrong_evictions(
                         wrong.append(f"row {row} layer {layer} column {column}: evicts out of turn")
                     held = [[k for k in held[h] if k not in recorded[h]] for h in range(n_heads)]
                     continue
-                scores = _scores(layers, row, layer, held, first, column, spec)
+                scores = _scores(layers, row, layer, held, first, n_protected, column, spec, memory)
                 for h in range(n_heads):
-                    why = _wrong(held[h], recorded[h], scores[h], first, column, spec, tolerance)
+                    why = _wrong(held[h], recorded[h], scores[h], first, n_protected, column, spec, tolerance)
                     if why:
                         wrong.append(f"row {row} layer {layer} head {h} column {column}: {why}")
                     held[h] = [k for k in held[h] if k not in recorded[h]]
@@ -236,13 +239,15 @@ def _wrong(
     evicted: list[int],
     scores: dict[int, float] | None,
     first: int,
+    n_protected: int,
     column: int,
     spec: CacheSpec,
     tolerance: float,
 ) -> str | None:
-    if len(held) - len(evicted) != spec.budget:
+    if len(held) - len(evicted) != spec.budget + n_protected:
         return f"keeps {len(held) - len(evicted)} keys"
-    protected = {k for k in held if k < first + spec.sink or k > column - spec.window}
+    n_first = max(spec.sink, n_protected)
+    protected = {k for k in held if k < first + n_first or k > column - spec.window}
     if protected & set(evicted):
         return f"evicts protected keys {sorted(protected & set(evicted))}"
     if scores is None:
@@ -257,9 +262,21 @@ def _wrong(
 
 
 def _scores(
-    layers: Layers, row: int, layer: int, held: list[list[int]], first: int, column: int, spec: CacheSpec
+    layers: Layers,
+    row: int,
+    layer: int,
+    held: list[list[int]],
+    first: int,
+    n_protected: int,
+    column: int,
+    spec: CacheSpec,
+    memory: list[dict[int, float]],
 ) -> list[dict[int, float] | None]:
-    """Scores of the keys outside the window, by column; None if the policy draws them."""
+    """Scores of the keys outside the window, by column; None if the policy draws them.
+
+    What G-KV remembers of each head's keys is written to `memory`.
+    """
+    n_first = max(spec.sink, n_protected)
     if spec.policy == "random":
         return [None] * len(held)
     keys, values, queries = (part[layer][row] for part in (layers.keys, layers.values, layers.queries))
@@ -280,8 +297,13 @@ def _scores(
                 attention_sum=[float(received[first : column + 1, k].double().sum()) for k in columns],
                 last_attention=[float(received[column, k]) for k in columns],
                 scaling=layers.scaling,
+                budget=spec.budget,
+                n_first=sum(k < first + n_first for k in columns),
+                previous=[memory[h].get(k, 0.0) for k in columns],
             )
         )
+        if spec.policy == "gkv":
+            memory[h] = dict(zip(columns, gkv_memory(heads[-1]), strict=False))
     assert isinstance(spec.policy, str)
     found = scores_of_layer(spec.policy, heads)
     older = [[k for k in columns if k <= column - spec.window] for columns in held]

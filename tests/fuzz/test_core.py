@@ -85,6 +85,7 @@ def random_sampling(draw: Any) -> dict[str, Any]:
             interval=draw(st.integers(1, 7)),
             sink=sink,
             window=window,
+            protect_prompt=draw(st.booleans()),
         ),
         "lens": tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
         "max_new_tokens": draw(st.integers(1, 24)),

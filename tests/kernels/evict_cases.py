@@ -81,20 +81,24 @@ def make_pool(
     )
 
 
-def evict_pool(pool: Pool, budget: int, kernels: str, sink: int = SINK, window: int = WINDOW) -> None:
+def evict_pool(
+    pool: Pool, budget: int, kernels: str, sink: int = SINK, window: int = WINDOW, prompt_end: int = 0
+) -> None:
     tensors = [getattr(pool, f.name) for f in fields(pool)]
-    evict(*tensors, budget=budget, sink=sink, window=window, kernels=kernels)
+    evict(*tensors, budget=budget, sink=sink, window=window, prompt_end=prompt_end, kernels=kernels)
 
 
-def evicted(pool: Pool, budget: int, kernels: str, sink: int = SINK, window: int = WINDOW) -> Pool:
+def evicted(
+    pool: Pool, budget: int, kernels: str, sink: int = SINK, window: int = WINDOW, prompt_end: int = 0
+) -> Pool:
     """The pool after an eviction; the one given stays as it was."""
     pool = pool.on(DEVICE)
-    evict_pool(pool, budget, kernels, sink, window)
+    evict_pool(pool, budget, kernels, sink, window, prompt_end)
     return pool
 
 
-def looped(pool: Pool, budget: int, sink: int = SINK, window: int = WINDOW) -> Pool:
-    """The same with loops over keys: what is kept is the first `budget` of a sorted list."""
+def looped(pool: Pool, budget: int, sink: int = SINK, window: int = WINDOW, prompt_end: int = 0) -> Pool:
+    """The same with loops over keys: what is kept is the first `budget` of a sorted list, and the prompt."""
     before, after = pool.on("cpu"), pool.on("cpu")
     for b in pool.is_due.nonzero().flatten().tolist():
         first, now = int(pool.first[b]), int(pool.now[b])
@@ -102,9 +106,10 @@ def looped(pool: Pool, budget: int, sink: int = SINK, window: int = WINDOW) -> P
             columns, scores = pool.columns[b, h].tolist(), pool.scores[b, h].tolist()
             places = []
             for slot, column in enumerate(columns):
-                is_protected = column < first + sink or column >= now - window
+                is_protected = column < max(first + sink, prompt_end) or column >= now - window
                 places.append((not is_protected, -scores[slot] if not is_protected else 0.0, slot))
-            kept = sorted(slot for _, _, slot in sorted(places)[:budget])
+            n_kept = budget + max(prompt_end - first, 0)
+            kept = sorted(slot for _, _, slot in sorted(places)[:n_kept])
             for place, slot in enumerate(kept):
                 for name in ("keys", "values", "columns", "attention"):
                     if getattr(after, name) is not None:

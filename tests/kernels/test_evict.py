@@ -64,6 +64,25 @@ def test_the_pool_and_the_evictions_are_those_of_a_loop_over_keys_in_every_bit(k
     assert all(same.values()), same
 
 
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_keys_of_a_prompt_are_kept_beside_the_budget(kernels: str):
+    # Prompts end at column 14, so rows of 9, 14 and 3 prompt keys keep as many more.
+    pool, prompt_end = make_pool(48), 14
+    slots = torch.arange(48)
+    for row, first in enumerate(pool.first.tolist()):  # each row holds its prompt, as in a cache
+        n_prompt = prompt_end - first
+        pool.columns[row, :, :n_prompt] = first + slots[:n_prompt]
+        pool.columns[row, :, n_prompt:] = (pool.now[row] - 48 + slots)[n_prompt:]
+    after = evicted(pool, 12, kernels, prompt_end=prompt_end)
+    same = after.same(looped(pool, 12, prompt_end=prompt_end))
+    assert all(same.values()), same
+    assert after.columns[0, 0, :9].tolist() == list(range(5, 14))
+    n_evicted = (after.evicted_at == after.now[:, None, None]).sum(2)
+    assert n_evicted[:, 0].tolist() == [48 - 12 - 9, 0, 48 - 12 - 3]
+    assert not all(evicted(pool, 12, kernels).same(after).values())
+
+
 @pytest.mark.parametrize(
     ("shape", "budget", "window"),
     [

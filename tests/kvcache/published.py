@@ -5,7 +5,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ class Head:
     attention_sum: list[float]
     last_attention: list[float]
     scaling: float
+    budget: int = 0
+    n_first: int = 0
+    """Keys at the front that are never evicted."""
+    previous: list[float] = field(default_factory=list)
+    """What G-KV remembers of each key."""
 
     @property
     def n_older(self) -> int:
@@ -132,6 +137,43 @@ def expected(head: Head) -> list[float]:
     return [mean([probs[k] for probs in of_heads]) * norm(head.values[k]) for k in range(len(head.keys))]
 
 
+def vase_chances(head: Head) -> list[float]:
+    """VaSE: chances by which keys are drawn, up to a factor: softmax over older keys, mean, avg_pool1d(5)."""
+    received = [0.0] * head.n_older
+    for queries in head.queries:
+        for query in queries:
+            probs = softmax([dot(query, key) * head.scaling for key in head.keys[: head.n_older]])
+            received = [total + prob for total, prob in zip(received, probs, strict=True)]
+    padded = [0.0, 0.0, *received, 0.0, 0.0]
+    return [sum(padded[k : k + 5]) / 5 for k in range(head.n_older)]
+
+
+def vase(head: Head) -> list[float]:
+    """VaSE: value ranges of the budget // 4 keys of largest range; the next range for all that are drawn."""
+    ranges = [float(value.max()) - float(value.min()) for value in head.values[: head.n_older]]
+    competing = sorted(ranges[head.n_first :], reverse=True)
+    n_large = head.budget // 4
+    return [max(r, competing[n_large]) for r in ranges] if n_large < len(competing) else ranges
+
+
+def gkv_memory(head: Head) -> list[float]:
+    """G-KV: max over group, mean over window, divided by the largest; or 0.8 of what it was, if more."""
+    received = [0.0] * head.n_older
+    for w, query_position in enumerate(head.query_positions):
+        seen = [k for k, position in enumerate(head.positions) if position <= query_position]
+        of_heads = [
+            softmax([dot(queries[w], head.keys[k]) * head.scaling for k in seen]) for queries in head.queries
+        ]
+        for k in range(head.n_older):
+            received[k] += max(probs[k] for probs in of_heads) / len(head.query_positions)
+    return [max(0.8 * old, r / max(received)) for old, r in zip(head.previous, received, strict=False)]
+
+
+def gkv(head: Head) -> list[float]:
+    memory, similar = gkv_memory(head), rkv_redundancy(head)[: head.n_older]
+    return [0.5 * memory[k] - 0.5 * similar[k] / max(similar) for k in range(head.n_older)]
+
+
 PER_HEAD = {
     "streaming": streaming,
     "h2o": h2o,
@@ -140,6 +182,8 @@ PER_HEAD = {
     "knorm": knorm,
     "keydiff": keydiff,
     "expected": expected,
+    "vase": vase,
+    "gkv": gkv,
 }
 """Scores of the keys outside the window; some lists go on into the window, where every key is kept anyway."""
 

@@ -21,7 +21,7 @@ SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 SCALING = DIM**-0.5
 SOFTCAP = 1.0
 """Logits here have a standard deviation of 2, so it bends most of them."""
-DETERMINISTIC = sorted(set(POLICIES) - {"random"})
+DETERMINISTIC = sorted(name for name, policy in POLICIES.items() if not policy.draws)
 
 
 def random_states(seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,6 +89,7 @@ class SlowSequence:
         self.visible: list[list[int]] = [[] for _ in range(KV_HEADS)]
         self.attention_sum: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
         self.last_attention: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
+        self.previous: list[dict[int, float]] = [{} for _ in range(KV_HEADS)]
         self.evicted_at = [[NEVER] * key.shape[1] for _ in range(KV_HEADS)]
         self.out = torch.zeros(KV_HEADS * GROUP, *key.shape[1:])
         for position in range(key.shape[1]):
@@ -115,8 +116,11 @@ class SlowSequence:
 
     def compact(self, position: int) -> None:
         window = range(position + 1 - SPEC["window"], position + 1)
-        scores = published.scores_of_layer(self.policy, [self.describe(h, window) for h in range(KV_HEADS)])
+        heads = [self.describe(h, window) for h in range(KV_HEADS)]
+        scores = published.scores_of_layer(self.policy, heads)
         for h in range(KV_HEADS):
+            if self.policy == "gkv":
+                self.previous[h] = dict(zip(self.visible[h], published.gkv_memory(heads[h]), strict=False))
             score = dict(zip(self.visible[h], scores[h], strict=False))
             protected = [k for k in self.visible[h] if k < SPEC["sink"] or k in window]
             others = sorted(set(self.visible[h]) - set(protected), key=lambda k: (-score[k], k))
@@ -135,6 +139,7 @@ class SlowSequence:
             attention_sum=[self.attention_sum[h][k] for k in self.visible[h]],
             last_attention=[self.last_attention[h][k] for k in self.visible[h]],
             scaling=SCALING,
+            previous=[self.previous[h].get(k, 0.0) for k in self.visible[h]],
         )
 
 

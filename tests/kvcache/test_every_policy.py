@@ -24,6 +24,7 @@ class Watched(Policy):
         self.policy = policy
         self.tracks_attention = policy.tracks_attention  # type: ignore[misc]
         self.sees_queries = policy.sees_queries  # type: ignore[misc]
+        self.renew = policy.renew  # type: ignore[method-assign]
         self.seen: list[tuple[SlotView, Tensor]] = []
 
     def score(self, view: SlotView) -> Tensor:

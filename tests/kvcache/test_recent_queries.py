@@ -18,6 +18,7 @@ def feed_of(rows: torch.Tensor, newest: torch.Tensor, is_token: torch.Tensor) ->
         is_token=is_token,
         n_new=n_new,
         n_held=newest + 1 - n_new,
+        n_kept=newest + 1,
         most_held=int((newest + 1 - n_new).max()),
         is_padded=True,
         first=nothing,

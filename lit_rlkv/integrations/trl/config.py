@@ -54,6 +54,9 @@ class EvictingConfig:
     cache_interval: int = field(default=128, metadata={"help": "Tokens decoded between two compactions."})
     cache_sink: int = field(default=4, metadata={"help": "First tokens that are never evicted."})
     cache_window: int = field(default=16, metadata={"help": "Latest tokens that are never evicted."})
+    cache_protect_prompt: bool = field(
+        default=False, metadata={"help": "Never evict keys of the prompt, nor count them in the budget."}
+    )
     correction: str = field(default="shadow", metadata={"help": "shadow replays the evictions."})
     replay_routing: bool = field(
         default=False, metadata={"help": "The learner takes the experts of the sampler's routers."}
@@ -91,6 +94,7 @@ class EvictingConfig:
             interval=self.cache_interval,
             sink=self.cache_sink,
             window=self.cache_window,
+            protect_prompt=self.cache_protect_prompt,
         )
 
 
@@ -104,6 +108,7 @@ class EvictingGRPOConfig(EvictingConfig, GRPOConfig):  # type: ignore[misc]
         cache_interval: tokens decoded between two compactions.
         cache_sink: first tokens of a sequence that are never evicted.
         cache_window: latest tokens that are never evicted.
+        cache_protect_prompt: never evict a key of the prompt; `cache_budget` then counts the others.
         correction: "shadow": the learner replays the evictions of the rollout. Otherwise it sees every key,
             without a correction ("naive"), or with TRL's per-token loss times the importance weight min(ρ, 2)
             ("tis") or ρ inside [0.5, 2] and 0 outside ("mis"), ρ = π_old / sampler.

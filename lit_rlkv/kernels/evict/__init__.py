@@ -7,11 +7,12 @@ from lit_rlkv.kernels.evict import reference
 from lit_rlkv.kernels.evict.reference import (
     choose_survivors,
     due_rows,
+    n_kept,
     record_evictions,
     take_slots,
 )
 
-__all__ = ["choose_survivors", "due_rows", "evict", "record_evictions", "take_slots"]
+__all__ = ["choose_survivors", "due_rows", "evict", "n_kept", "record_evictions", "take_slots"]
 
 
 def _load_kernels() -> ModuleType:

@@ -45,12 +45,12 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 @no_type_check
-def _sort_key(scores, columns, slot, first, sink, now, window, n_slots):
+def _sort_key(scores, columns, slot, first, sink, prompt_end, now, window, n_slots):
     """Return int32 keys in the order of the scores: [BLOCK], INT32_MIN beyond the last slot."""
     is_slot = slot < n_slots
     column = tl.load(columns + slot, mask=is_slot, other=0)
     score = tl.load(scores + slot, mask=is_slot, other=0.0)
-    is_protected = (column < first + sink) | (column >= now - window)
+    is_protected = (column < tl.maximum(first + sink, prompt_end)) | (column >= now - window)
     score = tl.where(is_protected, INFINITY, score)
     score = tl.where(column < first, -INFINITY, score)
     # Integers, because a device may flush the smallest floats to zero. -0.0 has the bits of INT32_MIN, a
@@ -64,14 +64,21 @@ def _sort_key(scores, columns, slot, first, sink, now, window, n_slots):
 
 @triton.jit
 @no_type_check
-def _count(scores, columns, bar, first, sink, now, window, n_slots, BLOCK: tl.constexpr):
+def _count(scores, columns, bar, first, sink, prompt_end, now, window, n_slots, BLOCK: tl.constexpr):
     """Return the number of sort keys that are at least `bar`."""
     counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, n_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        sort_key = _sort_key(scores, columns, slot, first, sink, now, window, n_slots)
+        sort_key = _sort_key(scores, columns, slot, first, sink, prompt_end, now, window, n_slots)
         counts += (sort_key >= bar).to(tl.int32)
     return tl.sum(counts, axis=0)
+
+
+@triton.jit
+@no_type_check
+def _n_kept(budget, prompt_end, first):
+    """Return the keys that a row keeps."""
+    return budget + tl.maximum(prompt_end - first, 0).to(tl.int32)
 
 
 @triton.jit
@@ -79,12 +86,13 @@ def _count(scores, columns, bar, first, sink, now, window, n_slots, BLOCK: tl.co
 def _choose(
     scores, columns, attention, evicted_at, survivors, is_due, nows, firsts,
     columns_row, columns_head, attention_row, attention_head, evicted_at_row, evicted_at_head,
-    n_heads, n_slots, budget, sink, window, HAS_ATTENTION: tl.constexpr, BLOCK: tl.constexpr,
+    n_heads, n_slots, budget, most_kept, sink, window, prompt_end,
+    HAS_ATTENTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Choose the survivors of one pool, move its columns and attention, and record the evictions.
 
     scores (contiguous), columns, attention: [batch, kv_head, slot]; evicted_at: [batch, kv_head, seq];
-    survivors (contiguous): [batch, kv_head, budget]; is_due, nows, firsts: [batch].
+    survivors (contiguous): [batch, kv_head, most_kept]; is_due, nows, firsts: [batch].
     """
     pool = tl.program_id(0)
     row = (pool // n_heads).to(tl.int64)
@@ -94,18 +102,19 @@ def _choose(
     now = tl.load(nows + row)
     first = tl.load(firsts + row)
     scores += pool.to(tl.int64) * n_slots
-    survivors += pool.to(tl.int64) * budget
+    budget = _n_kept(budget, prompt_end, first)
+    survivors += pool.to(tl.int64) * most_kept
     columns += row * columns_row + head * columns_head
     attention += row * attention_row + head * attention_head
     evicted_at += row * evicted_at_row + head * evicted_at_head
 
-    n_reach = _count(scores, columns, 0, first, sink, now, window, n_slots, BLOCK)
+    n_reach = _count(scores, columns, 0, first, sink, prompt_end, now, window, n_slots, BLOCK)
     threshold = tl.where(n_reach >= budget, 0, INT32_MIN)
     # The last bar that too few keys reach is threshold + 1, so n_above is the count above the threshold.
     n_above = tl.where(n_reach >= budget, 0, n_reach)
     for step in range(31):
         bar = threshold | (1 << (30 - step))
-        n_reach = _count(scores, columns, bar, first, sink, now, window, n_slots, BLOCK)
+        n_reach = _count(scores, columns, bar, first, sink, prompt_end, now, window, n_slots, BLOCK)
         threshold = tl.where(n_reach >= budget, bar, threshold)
         n_above = tl.where(n_reach >= budget, n_above, n_reach)
 
@@ -114,7 +123,7 @@ def _choose(
     for start in range(0, n_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         is_slot = slot < n_slots
-        sort_key = _sort_key(scores, columns, slot, first, sink, now, window, n_slots)
+        sort_key = _sort_key(scores, columns, slot, first, sink, prompt_end, now, window, n_slots)
         is_tie = (sort_key == threshold).to(tl.int32)
         is_kept = (sort_key > threshold) | ((is_tie != 0) & (tl.cumsum(is_tie, axis=0) <= n_ties_left))
         place = n_kept + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
@@ -150,8 +159,9 @@ def _move_slice(pool, survivors, slot_stride, part, dim, budget, DIMS: tl.conste
 @triton.jit
 @no_type_check
 def _move(
-    keys, values, survivors, is_due, keys_row, keys_head, keys_slot, values_row, values_head, values_slot,
-    n_heads, n_key_parts, dim, dim_v, budget, DIMS: tl.constexpr, BLOCK: tl.constexpr,
+    keys, values, survivors, is_due, firsts,
+    keys_row, keys_head, keys_slot, values_row, values_head, values_slot,
+    n_heads, n_key_parts, dim, dim_v, budget, most_kept, prompt_end, DIMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move one slice of the keys or of the values, [batch, kv_head, slot, dim] as words, of one pool."""
     pool = tl.program_id(0)
@@ -160,7 +170,8 @@ def _move(
     head = (pool % n_heads).to(tl.int64)
     if tl.load(is_due + row) == 0:
         return
-    survivors += pool.to(tl.int64) * budget
+    budget = _n_kept(budget, prompt_end, tl.load(firsts + row))
+    survivors += pool.to(tl.int64) * most_kept
     if part < n_key_parts:
         keys += row * keys_row + head * keys_head
         _move_slice(keys, survivors, keys_slot, part, dim, budget, DIMS, BLOCK)
@@ -170,7 +181,10 @@ def _move(
 
 
 @on_tensor_device
-def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, first, *, budget, sink, window):
+def evict(
+    scores, keys, values, columns, attention, evicted_at, is_due, now, first,
+    *, budget, sink, window, prompt_end=0,
+):  # fmt: skip
     """Run `reference.evict` in Triton; the last dimension of tensors changed in place is contiguous."""
     check_budget(budget, scores)
     vectors = {"keys": keys, "values": values}
@@ -183,12 +197,13 @@ def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, fir
             )
     batch, n_heads, n_slots = columns.shape
     is_due, now, first = is_due.contiguous(), now.contiguous(), first.contiguous()
-    survivors = torch.empty(batch, n_heads, budget, dtype=torch.int32, device=keys.device)
+    most_kept = budget + prompt_end
+    survivors = torch.empty(batch, n_heads, most_kept, dtype=torch.int32, device=keys.device)
     moving = scores if attention is None else attention  # not read without attention
     _choose[(batch * n_heads,)](
         *(scores.float().contiguous(), columns, moving, evicted_at, survivors, is_due, now, first),
         *(*columns.stride()[:2], *moving.stride()[:2], *evicted_at.stride()[:2]),
-        *(n_heads, n_slots, budget, sink, window),
+        *(n_heads, n_slots, budget, most_kept, sink, window, prompt_end),
         HAS_ATTENTION=attention is not None,
         BLOCK=min(triton.next_power_of_2(n_slots), CHOOSE_BLOCK),
         num_warps=N_WARPS,
@@ -200,10 +215,10 @@ def evict(scores, keys, values, columns, attention, evicted_at, is_due, now, fir
     n_key_parts = triton.cdiv(keys.shape[-1], dims)
     n_parts = n_key_parts + triton.cdiv(values.shape[-1], dims)
     _move[(batch * n_heads, n_parts)](
-        *(key_words, value_words, survivors, is_due, *keys.stride()[:3], *values.stride()[:3]),
-        *(n_heads, n_key_parts, keys.shape[-1], values.shape[-1], budget),
+        *(key_words, value_words, survivors, is_due, first, *keys.stride()[:3], *values.stride()[:3]),
+        *(n_heads, n_key_parts, keys.shape[-1], values.shape[-1], budget, most_kept, prompt_end),
         DIMS=dims,
-        BLOCK=min(triton.next_power_of_2(budget), MOVE_BLOCK),
+        BLOCK=min(triton.next_power_of_2(most_kept), MOVE_BLOCK),
         num_warps=N_WARPS,
         num_stages=N_STAGES,
     )
