@@ -86,7 +86,7 @@ MISTAKES = [
     (["algorithm=ppo", "+algorithm.loss.cliprange=1"], "PPO: unexpected 'cliprange'"),
     (["algorithm=ppo", "algorithm.advantage.lam=1.5"], "lam=1.5 is no discount"),
     (["algorithm.loss.clip_low=0"], "clip_low must be a number above 0, got 0"),
-    (["reward.verifier=0"], "a reward needs a component with a weight, got verifier=0 and learned=0"),
+    (["reward.verifier=0"], "a reward needs a component with a weight, got verifier=0, learned=0"),
     (["reward.accuracy=correct"], "accuracy must name one of the functions (none), got 'correct'"),
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
