@@ -86,7 +86,10 @@ MISTAKES = [
     (["algorithm=ppo", "+algorithm.loss.cliprange=1"], "PPO: unexpected 'cliprange'"),
     (["algorithm=ppo", "algorithm.advantage.lam=1.5"], "lam=1.5 is no discount"),
     (["algorithm.loss.clip_low=0"], "clip_low must be a number above 0, got 0"),
-    (["reward.verifier=0"], "a reward needs a component with a weight, got verifier=0 and learned=0"),
+    (
+        ["reward.verifier=0"],
+        "a reward needs a component with a weight, got verifier=0, learned=0 and environment=0",
+    ),
     (["reward.accuracy=correct"], "accuracy must name one of the functions (none), got 'correct'"),
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
@@ -208,6 +211,17 @@ MISTAKES = [
         ],
         "the task must be able to verify answers",
     ),
+    (
+        ["experiment=tools", "sft.on_policy_pairs.n_prompts=8"],
+        "sft.on_policy_pairs.n_prompts=8",
+    ),
+    (["reward.environment=1"], "reward.environment=1"),
+    (["environment=tools", "environment.tools=[os.system]"], "'os.system' is not from a trusted package"),
+    (["environment=custom", "environment._target_=lit_rlkv.tasks.ChainSum"], "environment._target_"),
+    (["environment=custom", "environment._target_=mine.Env"], "trusted_modules=[mine]"),
+    (["environment=tools", "environment.patern=x"], "patern"),
+    (["environment=tools", "environment.pattern='('"], "pattern"),
+    (["rollout.max_turns=0"], "rollout.max_turns"),
     (
         ["roles.layout=hydro"],
         "roles.layout must be one of ppo, lora_ppo, dynamic_lora, j_hydra, hydra, got hydro",
