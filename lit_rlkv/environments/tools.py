@@ -56,7 +56,10 @@ class Tools(Environment):
             self._parse = tokenizer.parse_response
 
     def step(self, response: str) -> tuple[Observation | None, float, bool]:
-        results = [self._run(*call) for call in self._calls(response)]
+        try:
+            results = [self._run(*call) for call in self._calls(response)]
+        except Exception as error:  # of the tokenizer's parser; a tool's own is its result
+            results = [f"error: {error}"]
         if not results:
             return None, 0.0, True
         if self._role is None:

@@ -85,6 +85,19 @@ def test_completions_start_in_one_column():
     assert batch.is_target.tolist() == [[F, F, F, F, T, T, T], [F, F, F, F, T, F, F]]
 
 
+def test_observations_between_worked_turns_are_read_and_not_imitated():
+    batch = encode_completions(TOKENIZER, ["1=", "2="], ["9", "8"], [("3*2", "6;", "4", "5;"), ()])
+    said, seen = [
+        "".join(TOKENIZER.decode(row[mask]) for row, mask in zip(batch.input_ids[:1], masks[:1], strict=True))
+        for masks in (batch.is_target, batch.attention_mask & ~batch.is_target)
+    ]
+    assert said == "3*2<eos>4<eos>9<eos>"
+    assert seen == "1=6;5;"
+    assert TOKENIZER.decode(batch.input_ids[0]) == "1=3*2<eos>6;4<eos>5;9<eos>"
+    assert TOKENIZER.decode(batch.input_ids[1][batch.is_target[1]]) == "8<eos>"
+    assert batch.attention_mask.sum(dim=1).tolist() == [2 + 4 + 2 + 2 + 2 + 2, 2 + 2]
+
+
 def test_the_end_of_sequence_is_a_target_even_if_it_is_the_padding():
     tokenizer = build_task_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token

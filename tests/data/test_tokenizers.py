@@ -15,6 +15,7 @@ from lit_rlkv.data.tokenizers import (
     count_tokens,
     decode_completions,
     encode,
+    encode_observation,
     encode_prompt,
     encode_prompts,
     end_token_ids,
@@ -300,3 +301,56 @@ def test_a_tokenizer_that_cannot_end_a_completion_is_refused(tmp_path):
     word_tokenizer(pad_token="<pad>").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no eos token"):
         load_tokenizer(str(tmp_path))
+
+
+CHATML = (
+    "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %};{% endif %}"
+    "{% for m in messages %}{% if m.role != 'tool' or true %}"
+    "={{ m.role }}\n{{ m.content }}<eos>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}=assistant\n{% endif %}"
+)
+
+
+def chatml_tokenizer(template=CHATML):
+    tokenizer = build_task_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_an_observation_is_what_the_template_writes_after_a_turn():
+    tokenizer = chatml_tokenizer()
+    ids = encode_observation(tokenizer, [Message("tool", "84")])
+    assert tokenizer.decode(ids) == "\n=tool\n84<eos>\n=assistant\n"
+    assert tokenizer.decode(encode_observation(tokenizer, "84")) == "\n=user\n84<eos>\n=assistant\n"
+    # So a conversation that goes on has the tokens of the whole in the template.
+    prompt = encode_prompt(tokenizer, "12*7?")
+    turn = [*encode(tokenizer, "12*7"), tokenizer.eos_token_id]
+    whole = (Message("user", "12*7?"), Message("assistant", "12*7"), Message("tool", "84"))
+    assert encode_prompt(tokenizer, whole) == [*prompt, *turn, *ids]
+
+
+def test_an_observation_without_a_template_is_its_text():
+    tokenizer = build_task_tokenizer()
+    assert encode_observation(tokenizer, "84\n") == encode(tokenizer, "84\n")
+    for observation in ([Message("tool", "84")], "", "€"):
+        with pytest.raises(ValueError, match=r"template|no token"):
+            encode_observation(tokenizer, observation)
+
+
+def test_a_template_that_leaves_a_message_out_is_refused():
+    dropping = CHATML.replace("or true", "or false")
+    with pytest.raises(ValueError, match="tool"):
+        encode_observation(chatml_tokenizer(dropping), [Message("tool", "84")])
+
+
+def test_a_template_describes_the_tools():
+    def add(a: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+        """
+        return a
+
+    text = format_prompt(chatml_tokenizer(), "1", [add])
+    assert text == "tools: add ;=user\n1<eos>\n=assistant\n"

@@ -90,6 +90,9 @@ def test_the_tokenizers_template_finds_calls():
     tools.bind(tokenizer)  # type: ignore[arg-type]
     assert results(tools, "any") == [Message("tool", "3")]
     assert results(tools, "") is None
+    tokenizer.parse_response = calculator  # fails with other arguments
+    tools.bind(tokenizer)  # type: ignore[arg-type]
+    assert results(tools, "any")[0].content.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,17 @@ MISTAKES = [
         "sft.on_policy_pairs.n_prompts=8: Preferences cannot verify answers",
     ),
     (
+        ["experiment=tools", "sft.on_policy_pairs.n_prompts=8"],
+        "sft.on_policy_pairs.n_prompts=8",
+    ),
+    (["reward.environment=1"], "reward.environment=1"),
+    (["environment=tools", "environment.tools=[os.system]"], "'os.system' is not from a trusted package"),
+    (["environment=custom", "environment._target_=lit_rlkv.tasks.ChainSum"], "environment._target_"),
+    (["environment=custom", "environment._target_=mine.Env"], "trusted_modules=[mine]"),
+    (["environment=tools", "environment.patern=x"], "patern"),
+    (["environment=tools", "environment.pattern='('"], "pattern"),
+    (["rollout.max_turns=0"], "rollout.max_turns"),
+    (
         ["roles.layout=hydro"],
         "roles.layout must be one of ppo, lora_ppo, dynamic_lora, j_hydra, hydra, got hydro",
     ),

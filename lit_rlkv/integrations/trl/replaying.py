@@ -292,10 +292,10 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
                 f"args must be an {self.config_class.__name__}, got {type(args).__name__}; it takes the same "
                 "fields"
             )
-        one_turn = "the record of evictions has one turn"
+        anew = "TRL samples each turn after reading all earlier ones anew, of which the record has no place"
         refused = {
-            "tools": f"a tool's answer enters the context between turns, and {one_turn}",
-            "environment_factory": f"its tools add turns, and {one_turn}",
+            "tools": f"{anew}; lit_rlkv.fit has environment=tools",
+            "environment_factory": f"{anew}; lit_rlkv.fit has environment=custom",
             "rollout_func": "the rollout is this trainer's own",
         }
         for name, reason in refused.items():
