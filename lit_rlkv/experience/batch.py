@@ -47,6 +47,8 @@ class Experience:
     """Entropy of the policy at each response token before the update, in nats; None if nothing needs it."""
     budget: int | None = None
     """Budget of the rollout's cache if it is steered by the overlap; None otherwise."""
+    n_rounds: int | None = None
+    """Rounds that were sampled to replace groups of equal rewards; None if none are replaced."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 
