@@ -20,7 +20,7 @@ RUNS = {
         "diagnostics.gradient_sources.counterfactual=tis",
         "diagnostics.performance.peak_flops=1e12",
     ],
-    "tis": ["experiment=tis", "algorithm.kl.weight=0.1", "cache.target_overlap=0.86"],
+    "tis": ["experiment=tis", "algorithm.kl.weight=0.1", "cache.target_overlap=0.86", "algorithm.resample=1"],
     "rlhf": [
         "experiment=rlhf",
         "sft.on_policy_pairs.n_prompts=0",

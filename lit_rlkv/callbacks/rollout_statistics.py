@@ -38,7 +38,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
     if ENVIRONMENT in experience.rewards.components:
         scalars["completions/mean_turns"] = turn_starts(rollout.response_mask).sum(dim=1).float().mean()
     budget = {} if experience.budget is None else {"kv/budget": float(experience.budget)}
-    return {"kv/bytes": float(rollout.kv_bytes), **budget, **as_floats(scalars)}
+    rounds = {} if experience.n_rounds is None else {"rollout/rounds": float(experience.n_rounds)}
+    return {"kv/bytes": float(rollout.kv_bytes), **budget, **rounds, **as_floats(scalars)}
 
 
 def recorded_bytes(experience: Experience) -> dict[str, float]:

@@ -199,6 +199,16 @@ def _check_fabric(cfg: Config) -> None:
 
 
 def _check_losses(cfg: Config) -> None:
+    require(
+        cfg.algorithm.resample == 0 or cfg.reward.normalize == "none",
+        f"algorithm.resample={cfg.algorithm.resample} compares rewards within groups, round by round; use "
+        "reward.normalize=none",
+    )
+    longest, buffer = cfg.rollout.max_new_tokens, cfg.reward.overlong_buffer
+    require(
+        buffer is None or buffer <= longest,
+        f"reward.overlong_buffer must be at most rollout.max_new_tokens={longest}, got {buffer}; lower it",
+    )
     distillation = cfg.distillation
     is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
     require(

@@ -188,6 +188,11 @@ class AlgorithmConfig:
 
     group_size: int = option(8, "responses to each prompt", least=1)
     n_iterations: int = option(130, "iterations: a rollout and the updates on it", least=1)
+    resample: int = option(
+        0,
+        "most further rounds of prompts in an iteration, whose groups replace those of equal rewards",
+        least=0,
+    )
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
     critic_warmup: int = option(0, "first iterations, in which the critic alone learns", least=0)
@@ -241,6 +246,14 @@ class RewardConfig:
     clip: Number | None = option(None, "bound on the size of the normalised reward; null: none", above=0)
     missing_eos_penalty: Number = option(
         0.0, "taken off a response that was cut at rollout.max_new_tokens", least=0
+    )
+    overlong_buffer: int | None = option(
+        None,
+        "last tokens before rollout.max_new_tokens in which overlong_penalty rises from 0; null: no penalty",
+        least=1,
+    )
+    overlong_penalty: Number = option(
+        1.0, "taken off a response of rollout.max_new_tokens under overlong_buffer", least=0
     )
 
 

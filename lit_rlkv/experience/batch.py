@@ -50,6 +50,8 @@ class Experience:
     """Text of whole responses, with the observations of their environments; empty without environments."""
     budget: int | None = None
     """Budget of the rollout's cache if it is steered by the overlap; None otherwise."""
+    n_rounds: int | None = None
+    """Rounds that were sampled to replace groups of equal rewards; None if none are replaced."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 

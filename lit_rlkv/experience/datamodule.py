@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
+from lit_rlkv.experience.resampling import has_equal_groups, replace_equal_groups
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import (
     begin_conversations,
@@ -117,7 +119,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.kl = KLController(algorithm.kl)
         self.environments = environments
         self.rewards = rewards or RewardManager({})
-        self.reward = RewardRule(reward or RewardConfig(verifier=1.0), self.rewards.functions)
+        self.reward = RewardRule(
+            reward or RewardConfig(verifier=1.0), self.rewards.functions, rollout.max_new_tokens
+        )
         self.splitter = MinibatchSplitter(
             self.advantage,
             algorithm,
@@ -129,6 +133,8 @@ class RolloutDataModule(L.LightningDataModule):
             tokens_per_pass=tokens_per_pass,
         )
         self.iteration = 0
+        self._round = 0
+        """Rounds of this iteration before the present one."""
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
         self.callbacks = callbacks
@@ -155,7 +161,31 @@ class RolloutDataModule(L.LightningDataModule):
 
     @torch.no_grad()
     def collect(self) -> Experience:
-        """Sample, score and reward this rank's share of the responses of one iteration."""
+        """Sample, score and reward this rank's share of the responses of one iteration.
+
+        Groups whose rewards are all equal are replaced in at most `algorithm.resample` further rounds.
+        """
+        experience = self._collect()
+        for round_number in range(1, self.algorithm.resample + 1):
+            if not has_equal_groups(experience):
+                break
+            self._round = round_number
+            experience = self._resample(experience)
+        self._round = 0
+        return experience
+
+    def _resample(self, experience: Experience) -> Experience:
+        """Replace groups whose rewards are all equal by groups of new prompts."""
+        more = self._collect()
+        found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id)
+        rollout = found.rollout
+        self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
+        log_ratio = found.old_logps - rollout.rollout_logps
+        weights = global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.ranks)
+        return replace(found, weights=weights, n_rounds=self._round + 1)
+
+    def _collect(self) -> Experience:
+        """Return one round of the iteration."""
         group_size = self.algorithm.group_size
         # 1. sample; reward functions score each response from its end on
         prompts = self._next_prompts()
@@ -182,6 +212,7 @@ class RolloutDataModule(L.LightningDataModule):
                 scores.get("reward"),
                 talks,
                 has_eos,
+                response_mask.sum(dim=1),
                 group_size,
                 self.ranks,
                 progress.advance,
@@ -189,7 +220,8 @@ class RolloutDataModule(L.LightningDataModule):
         # 4. importance weights and KL
         log_ratio = old_logps - rollout.rollout_logps
         kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
-        if self.iteration >= self.algorithm.critic_warmup:  # before that the policy does not learn
+        # Before that the policy does not learn.
+        if self.iteration >= self.algorithm.critic_warmup and self._round == 0:
             self.kl.update(old_logps, ref_logps, response_mask, self.ranks)
         verdicts = self.advantage.judge_all(problems, completions, group_size)
         return Experience(
@@ -214,6 +246,7 @@ class RolloutDataModule(L.LightningDataModule):
             transcripts=[text for talk in talks for text in talk.transcripts],
             ranks=self.ranks,
             budget=self.budget.controlled,
+            n_rounds=1 if self.algorithm.resample > 0 else None,
         )
 
     def explain_update(self) -> str:
@@ -253,6 +286,9 @@ class RolloutDataModule(L.LightningDataModule):
         # All ranks use the same columns, on which the random numbers of an eviction depend.
         width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
         pad = self.tokenizer.pad_token_id
+        draw: tuple[str | int, ...] = (self.iteration,)
+        if self._round > 0:
+            draw += ("round", self._round)
         rollouts: list[Rollout] = []
         with acting_as(self.roles, "policy") as backbone:
             for number, part in encoded.items():
@@ -266,7 +302,7 @@ class RolloutDataModule(L.LightningDataModule):
                         prompts.input_ids,
                         prompts.attention_mask,
                         cache=self.cache,
-                        generator=stream(self.seed, "sample", self.iteration, number, device=backbone.device),
+                        generator=stream(self.seed, "sample", *draw, number, device=backbone.device),
                         num_return_sequences=group_size,
                         on_progress=on_progress,
                         on_finished=partial(self._add, pending, sum(len(r.input_ids) for r in rollouts)),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.checks import OneLineError
@@ -34,15 +34,22 @@ class RewardRule:
 
     Args:
         functions: reward functions by name, with their weights.
+        max_new_tokens: length of the longest response, for `overlong_buffer`.
 
     Raises:
         ValueError: a number is out of its range, all weights are 0, a name is not allowed, or `accuracy`
             names no function.
     """
 
-    def __init__(self, config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        functions: Mapping[str, RewardFunction] | None = None,
+        max_new_tokens: int = 0,
+    ) -> None:
         check_values(config)
         self.config = config
+        self.max_new_tokens = max_new_tokens
         self.functions = functions or {}
         self.moments = RunningMoments()
         weights = [config.verifier, config.learned, config.environment]
@@ -70,6 +77,7 @@ class RewardRule:
         learned: Float[Tensor, " batch"] | None,
         talks: Sequence[TextConversations],
         has_eos: Bool[Tensor, " batch"],
+        n_tokens: Int[Tensor, " batch"],
         group_size: int,
         ranks: Ranks,
         on_progress: Callable[[int], object] = lambda n_answers: None,
@@ -80,6 +88,7 @@ class RewardRule:
             pending: results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
             talks: conversations of all responses; none without environments.
+            n_tokens: lengths of the responses.
             on_progress: called with the number of further answers of reward functions.
         """
         components: dict[str, Tensor] = {}
@@ -94,7 +103,7 @@ class RewardRule:
             components[ENVIRONMENT] = torch.cat([talk.returns for talk in talks])
         errors = dict(ranks.all_gather_object([*answers.errors.items(), *said]))
         gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}
-        rewards = self(gathered, ranks.all_gather(has_eos), group_size, errors)
+        rewards = self(gathered, ranks.all_gather(has_eos), group_size, errors, ranks.all_gather(n_tokens))
         return rewards.rows(ranks.local_rows(len(problems)))
 
     def __call__(
@@ -103,6 +112,7 @@ class RewardRule:
         has_eos: Bool[Tensor, " batch"],
         group_size: int = 1,
         errors: Mapping[str, str] | None = None,
+        n_tokens: Int[Tensor, " batch"] | None = None,
     ) -> Rewards:
         """Return the rewards for these components.
 
@@ -112,6 +122,7 @@ class RewardRule:
                 responses if its whole group failed.
             group_size: responses to each prompt, side by side.
             errors: messages of failed functions.
+            n_tokens: lengths of the responses, for `overlong_buffer`.
 
         Raises:
             ValueError: a component with a weight is missing.
@@ -134,6 +145,9 @@ class RewardRule:
         if config.clip is not None:
             total = total.clamp(-config.clip, config.clip)
         total = torch.where(has_eos, total, total - config.missing_eos_penalty)
+        if config.overlong_buffer is not None and n_tokens is not None:
+            share = overlong_share(n_tokens, self.max_new_tokens, config.overlong_buffer)
+            total = total - config.overlong_penalty * share
         if is_failed.any():
             total, weighted = (imputed(values, is_failed, group_size) for values in (total, weighted))
         can_fail = bool(self.functions) or ENVIRONMENT in components or bool(is_failed.any())
@@ -157,6 +171,16 @@ class RewardRule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.moments.load_state_dict(state_dict)
+
+
+def overlong_share(
+    n_tokens: Int[Tensor, " batch"], max_new_tokens: int, buffer: int
+) -> Float[Tensor, " batch"]:
+    """Return the soft overlong punishment of DAPO (arXiv:2503.14476), from 0 to 1.
+
+    It is 0 up to `max_new_tokens` − `buffer` tokens, and rises evenly to 1 at `max_new_tokens`.
+    """
+    return ((n_tokens - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 def check_failed(

@@ -11,6 +11,7 @@ from lit_rlkv.experience.reward import (
     RunningMoments,
     imputed,
     normalise_batch,
+    overlong_share,
 )
 from lit_rlkv.rewards import ExactMatch
 
@@ -263,3 +264,15 @@ def test_nan_and_infinite_rewards_are_refused_and_change_no_moments(junk: float)
     with pytest.raises(ValueError, match="got 1 of 2 NaN or infinite"):
         moments.update(torch.tensor([1.0, junk]))
     assert moments.state_dict() == before
+
+
+def test_the_soft_overlong_punishment_rises_over_the_buffer():
+    # 10 tokens at most, of which the last 4 are the buffer: 0 up to 6 tokens, a quarter more for each one.
+    n_tokens = torch.tensor([1, 6, 7, 10])
+    assert overlong_share(n_tokens, 10, 4).tolist() == [0.0, 0.0, 0.25, 1.0]
+    rule = RewardRule(config_of(overlong_buffer=4, overlong_penalty=2.0), max_new_tokens=10)
+    rewards = rule({"exact_match": EXACT}, ALL_END, n_tokens=n_tokens)
+    assert rewards.total.tolist() == [1.0, 0.0, 0.5, -2.0]
+    assert rewards.scores.tolist() == EXACT.tolist()
+    off = RewardRule(config_of(), max_new_tokens=10)({"exact_match": EXACT}, ALL_END, n_tokens=n_tokens)
+    assert off.total.tolist() == EXACT.tolist()

@@ -130,6 +130,21 @@ MISTAKES = [
         "reward.missing_eos_penalty must be a number of at least 0, got -1",
     ),
     (
+        ["algorithm.resample=1", "reward.normalize=batch"],
+        "algorithm.resample=1 compares rewards within groups",
+    ),
+    (
+        ["reward.overlong_buffer=999"],
+        "reward.overlong_buffer must be at most rollout.max_new_tokens=24, got 999",
+    ),
+    (
+        ["cache.target_overlap=0.86", "diagnostics.mismatch=null"],
+        "cache.target_overlap=0.86 needs an evicting",
+    ),
+    (["cache.target_overlap=0.86", "cache.policy=dense"], "cache.target_overlap=0.86 needs an evicting"),
+    (["cache.budget_bounds=[20,30]"], "cache.budget_bounds must be two budgets, the smaller one first"),
+    (["cache.budget_bounds=[2,30]"], "budget must be at least sink + window + 1 = 5, got 2"),
+    (
         ["fabric.tokens_per_pass=0"],
         "fabric.tokens_per_pass must be auto or a whole number of at least 1, got 0",
     ),

@@ -1,0 +1,126 @@
+"""Dynamic sampling (arXiv:2503.14476): groups of equal rewards give way to groups of new prompts."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.group_baselines import is_informative
+from lit_rlkv.experience.sample import widened
+from lit_rlkv.objectives.corrections import ISWeights
+from lit_rlkv.types import NEVER, Rewards, Rollout, SamplingMasks, TensorBatch
+
+
+def has_equal_groups(experience: Experience) -> bool:
+    """True if the rewards of some group, on any rank, are all equal."""
+    n_equal = (~_is_informative(experience)).sum()
+    return bool(experience.ranks.all_reduce_sum(n_equal) > 0)
+
+
+def replace_equal_groups(first: Experience, more: Experience, pad_token_id: int) -> Experience:
+    """Return `first` with groups of `more` in place of those with equal rewards, as far as these suffice.
+
+    Responses begin in the same column again, and all ranks have equally many columns. Weights are not those
+    of the new batch yet.
+    """
+    starts = [int(each.rollout.response_mask.any(dim=0).int().argmax()) for each in (first, more)]
+    ends = [
+        each.rollout.input_ids.shape[1] - start for each, start in zip((first, more), starts, strict=True)
+    ]
+    n_columns = max(starts) + max(ends)
+    parts = [
+        _aligned(each, max(starts) - start, n_columns, pad_token_id)
+        for each, start in zip((first, more), starts, strict=True)
+    ]
+    groups = _chosen_groups(_is_informative(first), _is_informative(more))
+    member = torch.arange(first.group_size, device=groups.device)
+    rows = (groups[:, None] * first.group_size + member).flatten()
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Experience)}
+    return replace(first, **{name: _rows_of(both, rows) for name, both in values.items()})
+
+
+def _is_informative(experience: Experience) -> Bool[Tensor, " prompt"]:
+    return is_informative(experience.rewards.total.view(-1, experience.group_size))
+
+
+def _chosen_groups(
+    is_kept: Bool[Tensor, " prompt"], is_useful: Bool[Tensor, " more"]
+) -> Int[Tensor, " prompt"]:
+    """Return the groups of the new batch, those of the second part numbered after the first."""
+    groups = torch.arange(len(is_kept), device=is_kept.device)
+    places, donors = ((~is_kept).nonzero().flatten(), is_useful.nonzero().flatten())
+    n = min(len(places), len(donors))
+    groups[places[:n]] = donors[:n] + len(is_kept)
+    return groups
+
+
+def _aligned(experience: Experience, n_left: int, n_columns: int, pad_token_id: int) -> Experience:
+    """Return an experience with so many more columns before its first one, and `n_columns` in all."""
+    n_right = n_columns - n_left - experience.rollout.input_ids.shape[1]
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Rollout):
+            return widened(_moved(value, n_left, pad_token_id), n_columns, pad_token_id)
+        if isinstance(value, ISWeights):
+            return ISWeights(changed(value.weight), changed(value.is_counted))
+        is_table = isinstance(value, Tensor) and value.ndim == 2
+        return F.pad(value, (n_left, n_right)) if is_table else value
+
+    return replace(experience, **{f.name: changed(getattr(experience, f.name)) for f in fields(Experience)})
+
+
+def _moved(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
+    """Return a rollout with so many more columns of padding before its first one."""
+
+    def moved(value: Tensor | TensorBatch) -> Tensor | TensorBatch:
+        if isinstance(value, SamplingMasks):
+            return replace(value, counts=value.counts.roll(n_columns, -1))
+        assert isinstance(value, Tensor)
+        return value.roll(n_columns, -1)
+
+    wide = rollout.padded(n_columns).map_tensors(moved)
+    wide.input_ids[:, :n_columns] = pad_token_id
+    is_time = (wide.evicted_at > 0) & (wide.evicted_at != NEVER)
+    return replace(wide, evicted_at=torch.where(is_time, wide.evicted_at + n_columns, wide.evicted_at))
+
+
+def _rows_of(both: Sequence[Any], rows: Int[Tensor, " row"]) -> Any:
+    """Return rows of two values of a field, the second one's after the first one's."""
+    first, more = both
+    if isinstance(first, Rollout):
+        return replace(Rollout.cat(both).rows(rows), kv_bytes=max(first.kv_bytes, more.kv_bytes))
+    if isinstance(first, Rewards):
+        return _joined_rewards(first, more).rows(rows)
+    if isinstance(first, ISWeights):
+        weight, is_counted = (torch.cat([*each])[rows] for each in zip(*map(_tensors, both), strict=True))
+        return ISWeights(weight, is_counted)
+    if isinstance(first, Tensor):
+        return torch.cat([first, more])[rows]
+    if isinstance(first, list | tuple) and first:
+        texts = [*first, *more]
+        return [texts[row] for row in rows.tolist()]
+    return first
+
+
+def _tensors(weights: ISWeights) -> tuple[Tensor, Tensor]:
+    return weights.weight, weights.is_counted
+
+
+def _joined_rewards(first: Rewards, more: Rewards) -> Rewards:
+    failed = [
+        torch.zeros_like(each.total, dtype=torch.bool) if each.is_failed is None else each.is_failed
+        for each in (first, more)
+    ]
+    return Rewards(
+        total=torch.cat([first.total, more.total]),
+        components={
+            name: torch.cat([first.components[name], more.components[name]]) for name in first.components
+        },
+        is_failed=None if first.is_failed is None and more.is_failed is None else torch.cat(failed),
+        weighted=torch.cat([first.scores, more.scores]),
+    )
