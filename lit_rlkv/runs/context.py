@@ -59,7 +59,7 @@ class RunContext:
     """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
     """Reward functions; their workers start at the first call."""
-    environments: EnvironmentPool | None = None
+    environments: EnvironmentPool | None
     """None: responses have one turn."""
 
     @property
