@@ -16,7 +16,7 @@ from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.experience.reward import RewardsFailedError
-from lit_rlkv.experience.sample import begin_conversations, encode_conversations, sample_responses
+from lit_rlkv.experience.sample import encode_problems, sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import DENSE, Policy
@@ -321,13 +321,13 @@ class Evaluator:
         on_progress: Callable[[int], object] | None = None,
     ) -> Rollout:
         rounds = () if first == 0 else (first,)
-        talk = begin_conversations(self.environments, {0: problems}, n_samples).get(0)
+        prompts, talk = encode_problems(self.tokenizer, self.environments, problems, n_samples)
         with acting_as(self.roles, "policy") as backbone:
             names = ("evaluate", cache.label, start, *rounds)
             return sample_responses(
                 backbone,
                 self.tokenizer,
-                encode_conversations(self.tokenizer, problems, talk, n_samples),
+                prompts,
                 replace(settings, max_rows=max(self.batch_size, n_samples)),
                 cache=cache,
                 generator=stream(self.seed, *names, device=backbone.device),

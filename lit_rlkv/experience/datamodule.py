@@ -27,12 +27,7 @@ from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, e
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.resampling import has_equal_groups, replace_equal_groups
 from lit_rlkv.experience.reward import RewardRule
-from lit_rlkv.experience.sample import (
-    begin_conversations,
-    encode_conversations,
-    generate_options,
-    joined,
-)
+from lit_rlkv.experience.sample import encode_problems, generate_options, joined
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -278,20 +273,19 @@ class RolloutDataModule(L.LightningDataModule):
         shard, none without environments.
         """
         settings, group_size = self.settings, self.algorithm.group_size
-        talks = begin_conversations(self.environments, shards, group_size)
-        encoded = {
-            number: encode_conversations(self.tokenizer, problems, talks.get(number), group_size)
+        begun = {
+            number: encode_problems(self.tokenizer, self.environments, problems, group_size)
             for number, problems in shards.items()
         }
         # All ranks use the same columns, on which the random numbers of an eviction depend.
-        width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts in encoded.values()))
+        width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts, _ in begun.values()))
         pad = self.tokenizer.pad_token_id
         draw: tuple[str | int, ...] = (self.iteration,)
         if self._round > 0:
             draw += ("round", self._round)
         rollouts: list[Rollout] = []
         with acting_as(self.roles, "policy") as backbone:
-            for number, part in encoded.items():
+            for number, (part, talk) in begun.items():
                 prompts = padded(part, width, pad).to(backbone.device)
                 shape = (len(prompts.input_ids), width)
                 with explain_out_of_memory(
@@ -306,12 +300,12 @@ class RolloutDataModule(L.LightningDataModule):
                         num_return_sequences=group_size,
                         on_progress=on_progress,
                         on_finished=partial(self._add, pending, sum(len(r.input_ids) for r in rollouts)),
-                        conversations=talks.get(number),
+                        conversations=talk,
                         **generate_options(self.tokenizer, settings),
                     )
                 rollouts.append(rollout)
         n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
-        return joined(rollouts, n_columns, pad), list(talks.values())
+        return joined(rollouts, n_columns, pad), [talk for _, talk in begun.values() if talk is not None]
 
     def _ended(self, rollout: Rollout, talks: Sequence[TextConversations]) -> Bool[Tensor, " batch"]:
         """Return True for the responses that were not cut at max_new_tokens."""

@@ -1,6 +1,6 @@
 """Sample responses to encoded prompts, and join rollouts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,28 +44,17 @@ def sample_responses(
     )
 
 
-def begin_conversations(
-    environments: EnvironmentPool | None, shards: Mapping[int, Sequence[Problem]], group_size: int
-) -> dict[int, TextConversations]:
-    """Return the conversations of each shard, with `group_size` responses to each problem."""
-    if environments is None:
-        return {}
-    return {
-        number: environments.begin([problem for problem in problems for _ in range(group_size)])
-        for number, problems in shards.items()
-    }
-
-
-def encode_conversations(
+def encode_problems(
     tokenizer: PreTrainedTokenizerBase,
+    environments: EnvironmentPool | None,
     problems: Sequence[Problem],
-    conversations: TextConversations | None,
     group_size: int,
-) -> PromptBatch:
-    """Return the encoded prompts of problems, with what their environments add."""
-    if conversations is None:
-        return encode_prompts(tokenizer, [problem.prompt for problem in problems])
-    return encode_prompts(tokenizer, conversations.prompts(group_size), conversations.tools)
+) -> tuple[PromptBatch, TextConversations | None]:
+    """Return the encoded prompts, and the conversations of `group_size` responses to each, if any."""
+    if environments is None:
+        return encode_prompts(tokenizer, [problem.prompt for problem in problems]), None
+    talk = environments.begin([problem for problem in problems for _ in range(group_size)])
+    return encode_prompts(tokenizer, talk.prompts(group_size), talk.tools), talk
 
 
 def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig) -> dict[str, Any]:

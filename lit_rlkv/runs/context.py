@@ -59,7 +59,7 @@ class RunContext:
     """Token counts of the task's texts, of all or of the first ones."""
     rewards: RewardManager
     """Reward functions; their workers start at the first call."""
-    environments: EnvironmentPool | None = None
+    environments: EnvironmentPool | None
     """None: responses have one turn."""
     pass_limit: int = field(default=TOKENS_PER_PASS, kw_only=True)
     """Most tokens of a pass under `fabric.tokens_per_pass=auto`."""
