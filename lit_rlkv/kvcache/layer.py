@@ -224,9 +224,8 @@ class SlotLayer(CacheLayerMixin):
             self.attention[feed.all_rows] = 0.0
         place = torch.arange(width, device=key.device)
         is_unused = (place >= feed.n_kept[:, None])[:, None]
-        kept = (
-            (feed.n_padding[:, None] + place).clamp(max=n_candidates - 1)[:, None].repeat(1, key.shape[1], 1)
-        )
+        kept = (feed.n_padding[:, None] + place).clamp(max=n_candidates - 1)
+        kept = kept[:, None].repeat(1, key.shape[1], 1)
         before = self.evicted_at[feed.sources]
         view = None if feed.due is None else self._view_of(feed, key, value, columns, attention)
         for sample in range(feed.n_samples):
@@ -237,10 +236,8 @@ class SlotLayer(CacheLayerMixin):
                     slots, is_kept = self._survivors(feed, view)
                     kept[feed.due] = slots[..., :width]
                     # The last given token is the last query to see the keys that are evicted.
-                    old, due_columns, now, first = (
-                        each[feed.due] for each in (before, columns, feed.newest + 1, feed.first)
-                    )
-                    recorded = record_evictions(old, due_columns, is_kept, now, first)
+                    now, first = feed.newest[feed.due] + 1, feed.first[feed.due]
+                    recorded = record_evictions(before[feed.due], columns[feed.due], is_kept, now, first)
                     evicted_at = before.index_copy(0, feed.due, recorded)
                 kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
             self.evicted_at[rows] = evicted_at
@@ -291,6 +288,9 @@ class SlotLayer(CacheLayerMixin):
         if self.recent_queries is not None:
             self.recent_queries.write(cache.column, packed)
         read, tracked = slice(cache.n_read), None if policy is None else policy.tracks_attention
+        received = None
+        if self.attention is not None and tracked != "renewed":
+            received = self.attention[:, :, read]
         out = decode_attention(
             packed,
             keys[:, :, read],
@@ -299,7 +299,7 @@ class SlotLayer(CacheLayerMixin):
             scaling,
             softcap=softcap,
             sink=self.sink,
-            received=None if tracked not in ("sum", "last") else self._attention()[:, :, read],
+            received=received,
             accumulates=tracked == "sum",
             n_splits=cache.n_splits,
         )
@@ -351,10 +351,6 @@ class SlotLayer(CacheLayerMixin):
         self.columns.masked_fill_(is_free, UNUSED)
         if running is not None:
             running.masked_fill_(is_free, 0.0)
-
-    def _attention(self) -> Float[Tensor, "row kv_head slot"]:
-        assert self.attention is not None
-        return self.attention
 
     def _pools(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, [row, kv_head, slot, dim]."""

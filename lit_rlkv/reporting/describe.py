@@ -138,7 +138,9 @@ def _cache(config: Tree) -> str:
         return "dense"
     if not {"policy", "budget", "interval"} <= node.keys():
         return ""
-    return f"{node['policy']} {node['budget']}+{node['interval']} (budget + interval slots)"
+    prompt = ("prompt+", "prompt + ") if node.get("protect_prompt") else ("", "")
+    size = f"{prompt[0]}{node['budget']}+{node['interval']}"
+    return f"{node['policy']} {size} ({prompt[1]}budget + interval slots)"
 
 
 def _device(node: Tree) -> str:

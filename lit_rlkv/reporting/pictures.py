@@ -123,14 +123,17 @@ def _plans(report: RunReport) -> Iterator[Plan]:
             partial(divergence.layer_mismatch, layers[0], layers[-1]),
         )
     record = report.evictions
+    # Prompts of several lengths stand beside the budget where they are protected.
+    is_beside = report.config.get("cache", {}).get("protect_prompt")
+    budget = None if is_beside else report.budget
     if record is not None:
         yield (
             CACHE,
             "Cache fill",
             "After every interval decode steps a cache above its budget is compacted to it, so it never "
-            "holds more than budget + interval keys. A dense cache grows with the text. The prompt is read "
-            "before any key is evicted.",
-            lambda: kept_keys.cache_fill(record["fill"], report.budget, report.interval),
+            "holds more than budget + interval keys, beside a protected prompt. A dense cache grows with the "
+            "text. The prompt is read before any key is evicted.",
+            lambda: kept_keys.cache_fill(record["fill"], budget, report.interval),
         )
     yield from _last_measured(report, CACHE, "cache", EVICTED)
     if record is not None:

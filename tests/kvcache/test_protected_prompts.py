@@ -13,6 +13,7 @@ from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
+from tests.rollout.recorded import RecordedRunner
 from tests.tiers import slow
 
 LENS = (14, 9, 3, 1)
@@ -54,6 +55,17 @@ def test_rows_that_wait_and_prompts_read_in_chunks_keep_the_same_keys():
         other = run(temperature=0.0, **changes)
         assert torch.equal(other.input_ids, whole.input_ids)
         assert torch.equal(other.evicted_at, whole.evicted_at)
+
+
+def test_a_step_replayed_without_its_python_keeps_the_same_keys(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlotCache, "n_filled", None)  # as in a graph, which reads empty slots too
+    plain = run("h2o")
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
+    before = RecordedRunner.n_replays
+    replayed = run("h2o")
+    assert RecordedRunner.n_replays > before
+    assert torch.equal(replayed.input_ids, plain.input_ids)
+    assert torch.equal(replayed.evicted_at, plain.evicted_at)
 
 
 def test_tokens_given_in_the_middle_of_a_response_are_no_prompt():

@@ -40,6 +40,11 @@ def test_the_default_run_is_described_by_its_config():
     }
 
 
+def test_a_protected_prompt_is_part_of_the_caches_size():
+    cache = facts_of("cache.protect_prompt=true")["Cache"]
+    assert cache == "random prompt+16+5 (prompt + budget + interval slots)"
+
+
 def test_algorithms_without_an_estimator_have_the_name_of_their_loss():
     assert facts_of("experiment=online_dpo_smd")["Algorithm"].startswith("OnlineDPO, ")
     assert facts_of("algorithm=cispo")["Algorithm"].startswith("CISPO, ")
