@@ -145,7 +145,7 @@ def rolled_out(parts, module, prompts, **options):
     batch = encode_prompts(parts.tokenizer, prompts)
     with acting_as(module.roles, "policy") as backbone:
         return generate(
-            backbone, batch.input_ids, batch.attention_mask, cache=parts.cache, max_new_tokens=16,
+            backbone, batch.input_ids, batch.attention_mask, cache=parts.cfg.parts.cache, max_new_tokens=16,
             pad_token_id=parts.tokenizer.pad_token_id, generator=torch.Generator().manual_seed(0),
             **{"eos_token_id": end_token_ids(parts.tokenizer), "num_return_sequences": 64} | options,
         )  # fmt: skip

@@ -38,7 +38,7 @@ class BudgetController:
                 "budget_bounds must be two budgets, the smaller one first, with "
                 f"budget={cache.budget} between them, got {list(self.bounds)}; change them"
             )
-        if target is not None:
+        if bounds is not None:
             replace(cache, budget=self.bounds[0])  # which refuses one that is too small
 
     @property

@@ -232,7 +232,7 @@ MISTAKES = [
     (["environment=tools", "environment.tools=[os.system]"], "'os.system' is not from a trusted package"),
     (["environment=custom", "environment._target_=lit_rlkv.tasks.ChainSum"], "environment._target_"),
     (["environment=custom", "environment._target_=mine.Env"], "trusted_modules=[mine]"),
-    (["environment=tools", "environment.patern=x"], "patern"),
+    (["environment=tools", "+environment.patern=x"], "patern"),
     (["environment=tools", "environment.pattern='('"], "pattern"),
     (["rollout.max_turns=0"], "rollout.max_turns"),
     (
