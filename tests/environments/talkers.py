@@ -48,7 +48,7 @@ class Crashing(Counter):
 
 class Hanging(Counter):
     def answer(self, response: str) -> None:
-        if len(response) % 2 == 0:
+        if len(response) % 4 == 1:  # few enough that some of 16 responses never do
             time.sleep(30)
 
 
