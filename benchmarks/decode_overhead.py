@@ -49,7 +49,9 @@ def bare_pool(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
         CacheSpec.dense(), model.config.num_hidden_layers, BATCH, PROMPT + n_free, input_ids.device
     )
     positions = torch.arange(PROMPT).expand(BATCH, -1)
-    with cache.prefill(range(BATCH), torch.ones_like(input_ids, dtype=torch.bool)):
+    is_prompt = torch.ones_like(input_ids, dtype=torch.bool)
+    cache.begin(range(BATCH), is_prompt)
+    with cache.feed(range(BATCH), is_prompt):
         head_logits(model, hidden_states(model, input_ids, positions, slot_cache=cache)[:, -1])
     for step in range(NEW - 1):
         if step % n_free == 0:

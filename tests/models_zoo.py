@@ -140,3 +140,13 @@ def gap_of_a_rollout(model: PreTrainedModel) -> float:
     )
     with torch.no_grad():
         return float((replay_logps(model, rollout) - rollout.rollout_logps).abs().max())
+
+
+def own_logps(model, rollout):
+    """Log-probs of the responses by transformers' own attention and masks."""
+    model.set_attn_implementation("eager")
+    mask = rollout.attention_mask.long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(rollout.input_ids, attention_mask=mask, position_ids=positions).logits[:, :-1]
+    logps = logits.float().log_softmax(-1).gather(2, rollout.input_ids[:, 1:, None])[..., 0]
+    return torch.where(rollout.response_mask[:, 1:], logps, 0.0)

@@ -48,7 +48,7 @@ class LayerKind:
 class SlotCache(Cache):
     """KV cache of a fixed number of rows, for a transformers model from `prepare_backbone`.
 
-    A forward within `feed` appends given tokens to rows; `begin` empties rows before, `prefill` does both.
+    A forward within `feed` appends given tokens to rows, which `begin` has emptied for a prompt.
     After `advance`, a forward of one token per row adds its keys. `evict` compacts the rows that `is_due`
     names to the budget. All state that changes from step to step is in tensors allocated once, so that a step
     can be captured as a CUDA graph.
@@ -114,16 +114,10 @@ class SlotCache(Cache):
             return (HybridWindowLayer if kind.n_states > 0 else WindowLayer)(self, kind)
         return (HybridLayer if kind.n_states > 0 else SlotLayer)(self, kind)
 
-    @contextmanager
-    def prefill(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> Iterator[None]:
-        """Within this block a forward reads prompts and fills `len(rows) / batch` rows from each."""
+    def begin(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> None:
+        """Empty these rows, `len(rows) / batch` for each left-padded prompt that will be fed to them."""
         n_padding = is_prompt.shape[1] - is_prompt.sum(dim=1)
-        self.begin(rows, n_padding.repeat_interleave(len(rows) // len(is_prompt)))
-        with self.feed(rows, is_prompt):
-            yield
-
-    def begin(self, rows: Sequence[int], first: Int[Tensor, " row"]) -> None:
-        """Empty these rows; their sequences will begin at columns `first`."""
+        first = n_padding.repeat_interleave(len(rows) // len(is_prompt))
         index = torch.tensor(rows, device=first.device)
         self.n_live[index] = 0
         self.first[index], self.column[index] = first, first - 1

@@ -355,7 +355,7 @@ class SlotLayer(CacheLayerMixin):
     def _pools(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, [row, kv_head, slot, dim]."""
         if self.keys is None or self.values is None:
-            raise ValueError("the cache is empty; run the forward of a prompt inside cache.prefill first")
+            raise ValueError("the cache is empty; run the forward of a prompt inside cache.feed first")
         return self.keys, self.values
 
     def _view(

@@ -194,9 +194,10 @@ def _check_replayable(
         """Return the logits of the last column, after these chunks and two decode steps."""
         n_layers, kinds = text_config(model).num_hidden_layers, layer_kinds(model)
         cache = SlotCache(CacheSpec.dense(), n_layers, batch, seq_len, input_ids.device, kinds=kinds)
-        cache.begin(range(batch), torch.zeros_like(input_ids[:, 0]))
+        is_token = torch.ones_like(input_ids, dtype=torch.bool)
+        cache.begin(range(batch), is_token)
         for chunk in chunks:
-            with cache.feed(range(batch), torch.ones_like(input_ids[:, chunk], dtype=torch.bool)):
+            with cache.feed(range(batch), is_token[:, chunk]):
                 logits(*columns(chunk), slot_cache=cache)
         for step in (slice(-2, -1), slice(-1, None)):
             cache.advance()

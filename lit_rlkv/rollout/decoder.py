@@ -177,8 +177,7 @@ class Decoder:
         """Prefill each prompt once, and sample the first token of each of its `len(rows) / batch` rows."""
         n_samples = len(rows) // len(input_ids)
         index = torch.tensor(rows, device=input_ids.device)
-        n_padding = is_prompt.shape[1] - is_prompt.sum(dim=1)
-        self.kv.begin(rows, n_padding.repeat_interleave(n_samples))
+        self.kv.begin(rows, is_prompt)
         if self.experts is not None:
             self.experts.begin_rows(index)
         if self._masks is not None:

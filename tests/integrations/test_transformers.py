@@ -225,7 +225,8 @@ def empty_cache(model, n_rows=3):
 def prefilled_cache(model, prompts):
     """Give a cache that our own loop has filled with the prompts."""
     cache, is_prompt = empty_cache(model), prompts.attention_mask.bool()
-    with torch.no_grad(), cache.prefill(range(3), is_prompt):
+    cache.begin(range(3), is_prompt)
+    with torch.no_grad(), cache.feed(range(3), is_prompt):
         hidden_states(model, prompts.input_ids, token_positions(is_prompt), slot_cache=cache)
     return cache
 

@@ -57,7 +57,8 @@ def run_cache(
     is_running = torch.zeros(len(lens), dtype=torch.bool)
     is_running[rows] = True
     query, key, value = (s[:, rows] for s in states)
-    with kv.prefill(rows, prompt_mask(lens)[rows]):
+    kv.begin(rows, prompt_mask(lens)[rows])
+    with kv.feed(rows, prompt_mask(lens)[rows]):
         outs = [attend_all(kv, (query, key, value), slice(0, WIDTH))]
     for step in range(N_STEPS):
         kv.advance(is_running)
@@ -68,7 +69,8 @@ def run_cache(
 
 
 def prefill_all(kv: SlotCache, softcap: float | None = None) -> None:
-    with kv.prefill(range(len(LENS)), prompt_mask(LENS)):
+    kv.begin(range(len(LENS)), prompt_mask(LENS))
+    with kv.feed(range(len(LENS)), prompt_mask(LENS)):
         attend_all(kv, random_states(), slice(0, WIDTH), softcap)
 
 
@@ -274,7 +276,8 @@ def test_prompt_attention_does_not_depend_on_chunks(policy: str, monkeypatch: py
 
 def test_a_layer_that_attends_twice_in_one_forward_is_refused():
     kv = make_cache(CacheSpec.dense())
-    with kv.prefill(range(len(LENS)), prompt_mask(LENS)):
+    kv.begin(range(len(LENS)), prompt_mask(LENS))
+    with kv.feed(range(len(LENS)), prompt_mask(LENS)):
         attend_all(kv, random_states(), slice(0, WIDTH))
         with pytest.raises(ValueError, match="attends twice in one forward"):
             attend_all(kv, random_states(), slice(0, WIDTH))
@@ -300,7 +303,8 @@ def test_the_pools_are_freed_with_the_cache_not_at_the_next_garbage_collection()
 def test_under_autocast_the_cache_holds_what_the_learner_attends_to():
     query, key, value = (s[0, :, :, :WIDTH] for s in random_states())
     kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
-    with kv.prefill(range(len(LENS)), prompt_mask(LENS)), torch.autocast("cpu", torch.bfloat16):
+    kv.begin(range(len(LENS)), prompt_mask(LENS))
+    with kv.feed(range(len(LENS)), prompt_mask(LENS)), torch.autocast("cpu", torch.bfloat16):
         for layer in kv.slot_layers:
             out = layer.attend(query, key, value, SCALING)
     assert layer.keys is not None

@@ -58,7 +58,8 @@ class Journal:
         self.layer, self.cache = cache.slot_layers[0], cache
         self.held: list[list[list[int]]] = []
         self.compactions: list[tuple[Tensor, Tensor]] = []
-        with cache.prefill(range(n_rows), is_prompt):
+        cache.begin(range(n_rows), is_prompt)
+        with cache.feed(range(n_rows), is_prompt):
             self.attend(width, generator)
         self.record(torch.tensor(LENS) > SPEC["budget"])
         for _ in range(N_STEPS):

@@ -39,7 +39,9 @@ def attend(cache: SlotCache, states: list[Tensor]) -> Tensor:
 
 
 def prefill(cache: SlotCache, states: list[Tensor]) -> None:
-    with cache.prefill(range(cache.n_rows), torch.ones(cache.n_rows, PROMPT, dtype=torch.bool)):
+    is_prompt = torch.ones(cache.n_rows, PROMPT, dtype=torch.bool)
+    cache.begin(range(cache.n_rows), is_prompt)
+    with cache.feed(range(cache.n_rows), is_prompt):
         attend(cache, [s[..., :PROMPT, :] for s in states])
 
 

@@ -9,7 +9,7 @@ from lit_rlkv.kvcache import CacheSpec, state_layer
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import layer_kinds, table_rows
 from lit_rlkv.rollout import generate
-from tests.models_zoo import SIZE, build, ragged_prompts
+from tests.models_zoo import SIZE, build, own_logps, ragged_prompts
 
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
 LINEAR |= {"linear_num_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128}
@@ -51,16 +51,6 @@ def sampled(model, cache=SPARSE, **options):
 
 def gap(model, rollout, **changes):
     return float((replay_logps(model, rollout, **changes) - rollout.rollout_logps).abs().max())
-
-
-def own_logps(model, rollout):
-    """Log-probs of the responses by transformers' own forward."""
-    model.set_attn_implementation("eager")
-    mask = rollout.attention_mask.long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.input_ids, attention_mask=mask, position_ids=positions).logits[:, :-1]
-    logps = logits.float().log_softmax(-1).gather(2, rollout.input_ids[:, 1:, None])[..., 0]
-    return torch.where(rollout.response_mask[:, 1:], logps, 0.0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

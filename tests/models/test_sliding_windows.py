@@ -13,7 +13,7 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import layer_kinds, within_windows
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
-from tests.models_zoo import SIZE, build, ragged_prompts, tiny_config
+from tests.models_zoo import SIZE, build, own_logps, ragged_prompts, tiny_config
 
 N_NEW = 40
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -59,16 +59,6 @@ def sampled(model, cache, **options):
     options = {"num_return_sequences": 2, "generator": torch.Generator().manual_seed(1)} | options
     settings = {"max_new_tokens": N_NEW, "eos_token_id": 3, "pad_token_id": 0}
     return generate(model, input_ids, mask, cache=cache, **settings, **options)
-
-
-def own_logps(model, rollout):
-    """Log-probs of the responses by transformers' own attention, with its own mask of the windows."""
-    model.set_attn_implementation("eager")
-    mask = rollout.attention_mask.long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.input_ids, attention_mask=mask, position_ids=positions).logits[:, :-1]
-    logps = logits.float().log_softmax(-1).gather(2, rollout.input_ids[:, 1:, None])[..., 0]
-    return torch.where(rollout.response_mask[:, 1:], logps, 0.0)
 
 
 def gap(model, rollout, **changes):

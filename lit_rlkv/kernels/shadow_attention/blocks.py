@@ -5,11 +5,11 @@ from the sequence. Rows without evictions are causal and need no mask. Short seq
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -29,53 +29,40 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 """Attention of query, key and value under a mask of visible pairs: output and, if any, log-sum-exp."""
 
 
-@in_autocast_dtype
-def shadow_attention(
-    query: Float[Tensor, "batch head seq dim"],
-    key: Float[Tensor, "batch kv_head seq dim"],
-    value: Float[Tensor, "batch kv_head seq dim_v"],
-    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
-    scaling: float,
-    *,
-    softcap: float | None = None,
-    plan: SlotPlan | None = None,
-) -> Float[Tensor, "batch head seq dim_v"]:
-    """Return softmax(q·kᵀ·scaling) v over keys k <= q < evicted_at[k], and 0 where there is none (padding).
+def _in_blocks(definition: Callable[..., Any], *, with_lse: bool) -> Callable[..., Any]:
+    """Return a function that computes the definition, in blocks where that pays."""
 
-    Args:
-        softcap: logits become softcap · tanh(logits / softcap) before the softmax.
-        plan: made from this layer's `evicted_at`. With it the Triton kernels do work in proportion to the
-            cached keys, without it that of dense causal attention; results are the same up to rounding.
-            Plain torch ignores it.
-    """
-    if softcap is None and (ranges := _causal_ranges(evicted_at)) is not None:
-        return _causal_attention(query, key, value, ranges, scaling)
-    if (n_keys := _n_keys_of_blocks(evicted_at)) is None:
-        return reference.shadow_attention(query, key, value, evicted_at, scaling, softcap=softcap)
-    attend = partial(reference.masked_attention, scaling=scaling, softcap=softcap)
-    return _attend_in_blocks(query, key, value, evicted_at, n_keys, lambda *block: (attend(*block),))[0]
+    def attend(*block: Any, **options: Any) -> tuple[Tensor, ...]:
+        if with_lse:
+            return reference.masked_attention_with_lse(*block, **options)
+        return (reference.masked_attention(*block, **options),)
+
+    @in_autocast_dtype
+    @wraps(definition)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        evicted_at: Tensor,
+        scaling: float,
+        *,
+        softcap: float | None = None,
+        plan: SlotPlan | None = None,
+    ) -> Any:
+        is_plain = softcap is None and not with_lse
+        if is_plain and (ranges := _causal_ranges(evicted_at)) is not None:
+            return _causal_attention(query, key, value, ranges, scaling)
+        if (n_keys := _n_keys_of_blocks(evicted_at)) is None:
+            return definition(query, key, value, evicted_at, scaling, softcap=softcap)
+        of_block = partial(attend, scaling=scaling, softcap=softcap)
+        found = _BlockAttention.apply(query, key, value, evicted_at, n_keys, of_block)  # type: ignore[no-untyped-call]
+        return found if with_lse else found[0]
+
+    return attention
 
 
-@in_autocast_dtype
-def shadow_attention_with_lse(
-    query: Float[Tensor, "batch head seq dim"],
-    key: Float[Tensor, "batch kv_head seq dim"],
-    value: Float[Tensor, "batch kv_head seq dim_v"],
-    evicted_at: Int[Tensor, "batch #kv_head seq"],  # noqa: F821 (ruff reads the shape as code)
-    scaling: float,
-    *,
-    softcap: float | None = None,
-    plan: SlotPlan | None = None,
-) -> tuple[Float[Tensor, "batch head seq dim_v"], Float[Tensor, "batch head seq"]]:
-    """Return `shadow_attention`, and log Σ exp(logit) over the visible keys: -inf for a query that sees none.
-
-    The log-sum-exp is at least float32. Gradients flow through both.
-    """
-    if (n_keys := _n_keys_of_blocks(evicted_at)) is None:
-        return reference.shadow_attention_with_lse(query, key, value, evicted_at, scaling, softcap=softcap)
-    attend = partial(reference.masked_attention_with_lse, scaling=scaling, softcap=softcap)
-    out, lse = _attend_in_blocks(query, key, value, evicted_at, n_keys, attend)
-    return out, lse
+shadow_attention = _in_blocks(reference.shadow_attention, with_lse=False)
+shadow_attention_with_lse = _in_blocks(reference.shadow_attention_with_lse, with_lse=True)
 
 
 def _causal_ranges(evicted_at: Int[Tensor, "batch table seq"]) -> list[tuple[int, int]] | None:
@@ -122,12 +109,6 @@ def _n_keys_of_blocks(evicted_at: Int[Tensor, "batch table seq"]) -> list[int] |
         return None
     most: list[int] = blocks.counts(blocks.is_cached).amax(0).clamp(min=1).tolist()
     return most
-
-
-def _attend_in_blocks(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return the results of `_BlockAttention`."""
-    results: tuple[Tensor, ...] = _BlockAttention.apply(*inputs)  # type: ignore[no-untyped-call]
-    return results
 
 
 class _BlockAttention(torch.autograd.Function):
