@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.decode_loop import decode_all, steps_to_check
 from lit_rlkv.rollout.decoder import Decoder
-from lit_rlkv.rollout.generate import decode_all, steps_to_check
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
 from tests.tiers import slow
@@ -189,7 +189,7 @@ def check_rarely(check_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def rarely(*arguments: Any) -> Any:
         return decode_all(*arguments[:4], check_every, *arguments[5:])
 
-    monkeypatch.setattr(sys.modules[decode_all.__module__], "decode_all", rarely)
+    monkeypatch.setattr(sys.modules[generate.__module__], "decode_all", rarely)
 
 
 @pytest.mark.parametrize("check_every", [2, 5, 16])
