@@ -23,19 +23,18 @@ import command_line
 import record
 import torch
 from live_bytes import LiveBytes
+from sampled import sample
+from shapes import SMOLLM2
 from text_table import text_table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lit_rlkv import CacheSpec, Rollout, generate, prepare_backbone, replay_logps
+from lit_rlkv import CacheSpec, Rollout, prepare_backbone, replay_logps
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.hydra import checkpoint_layers
 
 NAME = "long_prompts"
 CACHE = CacheSpec("snapkv", budget=256, interval=64, sink=4, window=16)
-SMOLLM2 = LlamaConfig(
-    vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-    intermediate_size=1536, max_position_embeddings=32_768, tie_word_embeddings=True,
-)  # fmt: skip
+CONFIG = LlamaConfig(**SMOLLM2, max_position_embeddings=32_768, tie_word_embeddings=True)
 WAYS = ("one piece", "chunks")
 N_NEW, N_REPEATS = 8, 2
 MIB = 2**20
@@ -49,11 +48,7 @@ def make_model(config: LlamaConfig) -> PreTrainedModel:
 def roll_out(model: PreTrainedModel, n_tokens: int, chunk: int | None) -> Rollout:
     generator = torch.Generator().manual_seed(n_tokens)
     input_ids = torch.randint(3, model.config.vocab_size, (1, n_tokens), generator=generator)
-    settings: dict[str, Any] = {"max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": 0}
-    is_prompt = torch.ones_like(input_ids, dtype=torch.bool)
-    return generate(
-        model, input_ids, is_prompt, cache=CACHE, prefill_chunk=chunk, generator=generator, **settings
-    )
+    return sample(model, input_ids, CACHE, N_NEW, generator, prefill_chunk=chunk)
 
 
 def resident_mib(field: str) -> float:
@@ -75,7 +70,7 @@ def memory(work: Any, model: PreTrainedModel) -> dict[str, float]:
     }
 
 
-def measure(part: str, n_tokens: int, chunk: int | None, config: LlamaConfig = SMOLLM2) -> dict[str, Any]:
+def measure(part: str, n_tokens: int, chunk: int | None, config: LlamaConfig = CONFIG) -> dict[str, Any]:
     """Return one measurement: the memory of a rollout or of its learner, or the time of both ways."""
     model = make_model(config)
     if part == "rollout":

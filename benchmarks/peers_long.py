@@ -19,17 +19,13 @@ import command_line
 import peers
 import record
 import torch
+from shapes import SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.reporting.tables import markdown_table
 
 NAME = "peers_long"
-SMOLLM2 = {
-    **{"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
-    **{"max_position_embeddings": 8192, "rope_theta": 100_000.0, "tie_word_embeddings": True},
-}
-ALL_LAYERS, ALL_TOKENS = 30, 49_152
 N_PROMPTS, GROUP_SIZE = 2, 8
 TRL = "TRL"
 TRAINERS: dict[str, Any] = {
@@ -47,8 +43,16 @@ def write_model(folder: Path, n_layers: int) -> None:
     tokenizer = build_task_tokenizer()
     torch.manual_seed(0)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    n_tokens = ALL_TOKENS * n_layers // ALL_LAYERS
-    config = LlamaConfig(**SMOLLM2, **ids, bos_token_id=None, vocab_size=n_tokens, num_hidden_layers=n_layers)
+    n_tokens = SMOLLM2["vocab_size"] * n_layers // SMOLLM2["num_hidden_layers"]
+    shape = SMOLLM2 | {"vocab_size": n_tokens, "num_hidden_layers": n_layers}
+    config = LlamaConfig(
+        **shape,
+        **ids,
+        bos_token_id=None,
+        max_position_embeddings=8192,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+    )
     peers.save_endless(LlamaForCausalLM(config), tokenizer, folder)
 
 

@@ -27,3 +27,12 @@ QWEN_4B = {
     "intermediate_size": 9728,
 }
 """Qwen3-4B, whose heads have 128 dimensions."""
+SMOLLM2 = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+}
+"""SmolLM2-135M."""

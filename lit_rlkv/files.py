@@ -27,7 +27,8 @@ ABANDONED_S = 24 * 3600.0
 MAX_CONFIG_BYTES, MAX_BYTES, MAX_LOG_BYTES = 1 << 20, 64 << 20, 4 << 30
 """Largest config, largest file that is read as one value, and largest file of lines that a run appends to."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NOT_WRITTEN = ("I/O error", "inline_container", "iostream error", "(os error ")
+WITHOUT_REASON = ("inline_container", "iostream error")
+NOT_WRITTEN = ("I/O error", "(os error ", *WITHOUT_REASON)
 """Parts of the errors of safetensors, torch.save and tokenizers that cannot write a file."""
 MAX_FILES = 10_000
 """Most files of a folder of data or of a model."""
@@ -179,10 +180,12 @@ def atomic_dir(folder: Path, *, replaces: bool = True) -> Iterator[Path]:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """True if an error, or one that caused it, comes of a full disk or quota."""
-    if error is None or isinstance(error, WriteError) or getattr(error, "errno", None) in FULL:
-        return error is not None
-    return is_disk_full(error.__cause__)
+    """True if an error, or one that caused it, comes of a full disk or quota; torch.save gives no reason."""
+    if error is None:
+        return False
+    signs = (*map(os.strerror, FULL), *WITHOUT_REASON) if isinstance(error, WriteError) else ()
+    is_full = getattr(error, "errno", None) in FULL or any(sign in str(error) for sign in signs)
+    return is_full or is_disk_full(error.__cause__)
 
 
 @contextmanager

@@ -53,11 +53,14 @@ def is_trusted(target: str) -> bool:
     return target.startswith(tuple(f"{name}." for name in _trusted))
 
 
-def load_trusted_class(target: str) -> type:
-    """Import the class of a dotted name.
+def load_trusted(target: str, kind: str = "a function") -> Any:
+    """Import what a dotted name means.
+
+    Args:
+        kind: what it should be, for errors.
 
     Raises:
-        ValueError: its module is not trusted, it cannot be imported, or is not a class defined in a trusted
+        ValueError: its module is not trusted, it cannot be imported, or it is not defined in a trusted
             module: a module also holds what it imports.
     """
     if not is_trusted(target):
@@ -67,8 +70,20 @@ def load_trusted_class(target: str) -> type:
         found = located(target)
     except Exception as error:
         raise ValueError(f"{target!r} cannot be imported: {error}") from error
-    if not isinstance(found, type) or not is_trusted(f"{found.__module__}."):
-        raise ValueError(f"{target!r} must be a class defined in {' or '.join(_trusted)}")
+    if not is_trusted(f"{getattr(found, '__module__', None)}."):
+        raise ValueError(f"{target!r} must be {kind} defined in {' or '.join(_trusted)}")
+    return found
+
+
+def load_trusted_class(target: str) -> type:
+    """Import the class of a dotted name.
+
+    Raises:
+        ValueError: see `load_trusted`, or it is no class.
+    """
+    found = load_trusted(target, "a class")
+    if not isinstance(found, type):
+        raise ValueError(f"{target!r} must be a class, got {found!r}")
     return found
 
 

@@ -49,6 +49,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
         (RuntimeError("basic_ios::clear: iostream error"), True),
         (RuntimeError("[enforce fail at inline_container.cc:664]"), True),
         (Exception("No space left on device (os error 28)"), True),
+        (Exception("File too large (os error 27)"), True),
         (RuntimeError("shapes differ"), False),
         (ValueError("No space left on device (os error 28)"), False),
     ],
@@ -57,6 +58,12 @@ def test_errors_of_libraries_that_cannot_write_a_file_are_known(tmp_path, error,
     with pytest.raises(WriteError if is_known else type(error)) as found, atomic_dir(tmp_path / "x"):
         raise error
     assert is_disk_full(found.value) is is_known
+
+
+def test_a_library_that_may_not_write_says_nothing_of_a_full_disk(tmp_path):
+    with pytest.raises(WriteError) as found, atomic_dir(tmp_path / "x"):
+        raise Exception("Permission denied (os error 13)")
+    assert not is_disk_full(found.value)
 
 
 def names_in(folder):

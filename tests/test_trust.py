@@ -4,6 +4,7 @@ import pytest
 
 from lit_rlkv.trust import (
     is_trusted,
+    load_trusted,
     load_trusted_class,
     trust_modules,
     trusted_modules,
@@ -39,3 +40,10 @@ def test_trust_covers_a_module_and_what_lies_in_it():
 def test_a_class_that_is_not_trusted_or_not_there_is_not_loaded(trusted, target):
     with trusting([trusted]), pytest.raises(ValueError, match=target):
         load_trusted_class(target)
+
+
+def test_a_function_that_a_trusted_module_only_imports_is_not_loaded():
+    with trusting(["tests"]):
+        assert load_trusted("tests.models_zoo.build").__name__ == "build"
+        with pytest.raises(ValueError, match="defined in tests"):
+            load_trusted("tests.models_zoo.prepare_backbone")

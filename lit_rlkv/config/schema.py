@@ -5,7 +5,7 @@ arguments of the class that it names.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -61,12 +61,6 @@ class CacheConfig:
     budget_bounds: tuple[int, ...] | None = option(
         None, "smallest and largest budget under target_overlap; null: half and twice budget", least=1
     )
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """Arguments of lit_rlkv.CacheSpec."""
-        control = ("target_overlap", "budget_bounds")
-        return {name: value for name, value in vars(self).items() if name not in control}
 
 
 @dataclass(frozen=True, kw_only=True)

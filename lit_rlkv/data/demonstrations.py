@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import encode, encode_observation, encode_prompts
+from lit_rlkv.data.tokenizers import Tool, encode, encode_observation, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
@@ -67,6 +67,7 @@ class PreferenceDataModule(L.LightningDataModule):
         n_pairs: rows of a step, from the first, that also have a rejected completion; 0 for none.
         tokens_per_pass: most tokens of a micro-batch, padding included.
         ranks: those among which `source` divides the problems.
+        tools: functions that the chat template describes, as in the rollouts.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PreferenceDataModule(L.LightningDataModule):
         seed: int,
         ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
+        tools: Sequence[Tool] = (),
     ) -> None:
         super().__init__()
         self.task = task
@@ -92,6 +94,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.steps_per_loader = steps_per_loader
         self.seed = seed
         self.tokens_per_pass = tokens_per_pass
+        self.tools = tools
         self.n_batches = 0
 
     def train_dataloader(self) -> DataLoader[SFTBatch]:
@@ -102,12 +105,7 @@ class PreferenceDataModule(L.LightningDataModule):
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
         problems = self.source.take(self.batch_size)
-        chosen = encode_completions(
-            self.tokenizer,
-            [problem.prompt for problem in problems],
-            [problem.solution for problem in problems],
-            [problem.turns for problem in problems],
-        )
+        chosen = self._encoded(problems, [problem.solution for problem in problems])
         n_targets = sum(self.ranks.all_gather_object([int(chosen.is_target.sum())]))
         return SFTBatch(chosen, rejected, n_targets, self.n_pairs)
 
@@ -145,12 +143,11 @@ class PreferenceDataModule(L.LightningDataModule):
         problems = self.source.peek(self.n_pairs)
         rejected = [preference_pair(self.task, problem, rng).rejected for problem in problems]
         own = slice(self.ranks.rank, None, self.ranks.size)
-        return encode_completions(
-            self.tokenizer,
-            [problem.prompt for problem in problems[own]],
-            rejected[own],
-            [problem.turns for problem in problems[own]],
-        )
+        return self._encoded(problems[own], rejected[own])
+
+    def _encoded(self, problems: Sequence[Problem], completions: Sequence[str]) -> DemonstrationBatch:
+        prompts, turns = [p.prompt for p in problems], [p.turns for p in problems]
+        return encode_completions(self.tokenizer, prompts, completions, turns, self.tools)
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "source": self.source.state_dict()}
@@ -201,13 +198,15 @@ def encode_completions(
     prompts: Sequence[Prompt],
     completions: Sequence[str],
     turns: Sequence[Sequence[str]] | None = None,
+    tools: Sequence[Tool] = (),
 ) -> DemonstrationBatch:
     """Return prompts, padded on the left, with completion and end of sequence, padded on the right.
 
     Args:
         turns: of each row, what comes before the completion: a response and its observation, and so on.
+        tools: functions that the chat template describes.
     """
-    left = encode_prompts(tokenizer, prompts)
+    left = encode_prompts(tokenizer, prompts, tools)
     endings: list[list[int]] = []
     targets: list[list[bool]] = []
     for before, completion in zip(turns or [()] * len(prompts), completions, strict=True):

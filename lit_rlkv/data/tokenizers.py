@@ -290,8 +290,8 @@ def decode_completions(
 
 def decode_turn(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """Return the text of one turn; see `decode_completions`."""
-    ids = list(token_ids)
-    names = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+    ids, known = list(token_ids), [*set(token_ids)]
+    names = zip(known, tokenizer.convert_ids_to_tokens(known), strict=True)
     nameless = {id_ for id_, name in names if name is None}
     return _decoded(tokenizer, ids[:-1] if ids and ids[-1] in end_token_ids(tokenizer) else ids, nameless)
 

@@ -50,6 +50,11 @@ class EnvironmentPool:
     def _workers(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.settings.environment_workers, thread_name_prefix="environment")
 
+    @cached_property
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """Functions that the chat template is to describe."""
+        return self.factory().tools
+
     def begin(self, problems: Sequence[Problem]) -> "TextConversations":
         """Make and reset the environments of these responses."""
         return TextConversations(self, problems)
@@ -125,11 +130,6 @@ class TextConversations:
         environment = self._pool.factory()
         environment.bind(self._pool.tokenizer)
         return environment, environment.reset(problem)
-
-    @property
-    def tools(self) -> Sequence[Callable[..., Any]]:
-        """Functions that the chat template is to describe."""
-        return next((each.tools for each in self._environments if each is not None), ())
 
     @property
     def returns(self) -> Float[Tensor, " batch"]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from lit_rlkv.environments.base import Environment, Observation
-from lit_rlkv.trust import KEY, is_trusted, located
+from lit_rlkv.trust import load_trusted
 from lit_rlkv.types import Message
 
 TOOL_CALL = r"<tool_call>(?P<call>.*?)</tool_call>"
@@ -112,13 +112,7 @@ def _function(name: str) -> Callable[..., Any]:
     """Return a tool by its dotted name: one of ours, or of a trusted module."""
     if name == f"{__name__}.{calculator.__name__}":
         return calculator
-    if not is_trusted(name):
-        key = f"{KEY}=[{name.partition('.')[0]}]"
-        raise ValueError(f"the tool {name!r} is not from a trusted package; if you trust its code, add {key}")
-    try:
-        found: Callable[..., Any] = located(name)
-    except Exception as error:
-        raise ValueError(f"the tool {name!r} cannot be imported: {error}") from error
+    found: Callable[..., Any] = load_trusted(name)
     return found
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import decode_completions
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.environments.conversations import EnvironmentPool
+from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.experience.sample import encode_problems, sample_responses
@@ -223,8 +223,8 @@ class Evaluator:
         if n_failed > self.max_failed * n_scored:
             raise RewardsFailedError(
                 f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
-                f"{self.max_failed} allows; see fit.log for the errors of reward.accuracy, or scale the "
-                f"task's score, which must be a number of size at most {MAX_SCORE:g}"
+                f"{self.max_failed} allows; see fit.log for the errors of reward.accuracy or of the "
+                f"environment, or scale the task's score, a number of size at most {MAX_SCORE:g}"
             )
         row = EvalRow(
             cache=cache.label,
@@ -252,7 +252,8 @@ class Evaluator:
     ) -> tuple[Rollout, float, float]:
         """Return a rollout, and its KL and replay gap; on one rank only, as a rollout has one generator."""
         problems = self.problems[: self.config.n_mismatch]
-        rollout = self._generate(problems, cache, self.rollout, len(self.problems), on_progress=on_progress)
+        start = len(self.problems)
+        rollout, _ = self._generate(problems, cache, self.rollout, start, on_progress=on_progress)
         shadow = self._scores(rollout, "policy", shadow=True)
         dense = shadow if cache.is_dense else self._scores(rollout, "policy")
         kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)
@@ -267,11 +268,14 @@ class Evaluator:
         """Sample and score one batch."""
         number, (start, stop, first, last) = batch
         problems = self.problems[start:stop]
-        rollout = self._generate(problems, cache, self.scored, start, first, last - first, on_progress)
+        n_samples = last - first
+        rollout, talk = self._generate(problems, cache, self.scored, start, first, n_samples, on_progress)
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         asked = [self.problems[problem] for problem, _ in places]
         scores = self.accuracy(asked, completions)
+        if talk is not None:  # a response whose environment failed has no score
+            scores = scores.masked_fill(talk.returns.isnan().to(scores.device), torch.nan)
         lengths = rollout.response_mask.sum(dim=1).tolist()
         n_failed = int(scores.isnan().sum())
         scores = scores.nan_to_num(nan=0.0)
@@ -319,12 +323,12 @@ class Evaluator:
         first: int = 0,
         n_samples: int = 1,
         on_progress: Callable[[int], object] | None = None,
-    ) -> Rollout:
+    ) -> tuple[Rollout, TextConversations | None]:
         rounds = () if first == 0 else (first,)
         prompts, talk = encode_problems(self.tokenizer, self.environments, problems, n_samples)
         with acting_as(self.roles, "policy") as backbone:
             names = ("evaluate", cache.label, start, *rounds)
-            return sample_responses(
+            rollout = sample_responses(
                 backbone,
                 self.tokenizer,
                 prompts,
@@ -335,3 +339,4 @@ class Evaluator:
                 on_progress=on_progress,
                 conversations=talk,
             )
+        return rollout, talk

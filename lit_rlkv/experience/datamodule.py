@@ -101,7 +101,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.task = task
         self.source = source
         sampler_cache = CacheSpec.dense() if correction.samples_dense else cache
-        self.budget = BudgetController(sampler_cache, target_overlap, budget_bounds)
+        bounds = None if target_overlap is None else budget_bounds
+        self.budget = BudgetController(sampler_cache, target_overlap, bounds)
         self.correction = correction
         self.advantage = advantage.for_task(task)
         self.settings = rollout
@@ -167,6 +168,10 @@ class RolloutDataModule(L.LightningDataModule):
             self._round = round_number
             experience = self._resample(experience)
         self._round = 0
+        # Before that the policy does not learn.
+        if self.iteration >= self.algorithm.critic_warmup:
+            mask = experience.rollout.response_mask
+            self.kl.update(experience.old_logps, experience.ref_logps, mask, self.ranks)
         return experience
 
     def _resample(self, experience: Experience) -> Experience:
@@ -175,9 +180,11 @@ class RolloutDataModule(L.LightningDataModule):
         found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id)
         rollout = found.rollout
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
-        log_ratio = found.old_logps - rollout.rollout_logps
+        # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
+        old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
+        log_ratio = old_logps - rollout.rollout_logps
         weights = global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.ranks)
-        return replace(found, weights=weights, n_rounds=self._round + 1)
+        return replace(found, old_logps=old_logps, weights=weights, n_rounds=self._round + 1)
 
     def _collect(self) -> Experience:
         """Return one round of the iteration."""
@@ -215,9 +222,6 @@ class RolloutDataModule(L.LightningDataModule):
         # 4. importance weights and KL
         log_ratio = old_logps - rollout.rollout_logps
         kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
-        # Before that the policy does not learn.
-        if self.iteration >= self.algorithm.critic_warmup and self._round == 0:
-            self.kl.update(old_logps, ref_logps, response_mask, self.ranks)
         verdicts = self.advantage.judge_all(problems, completions, group_size)
         return Experience(
             iteration=self.iteration,

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.group_baselines import is_informative
 from lit_rlkv.experience.sample import widened
-from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.types import NEVER, Rewards, Rollout, SamplingMasks, TensorBatch
 
 
@@ -25,8 +24,8 @@ def has_equal_groups(experience: Experience) -> bool:
 def replace_equal_groups(first: Experience, more: Experience, pad_token_id: int) -> Experience:
     """Return `first` with groups of `more` in place of those with equal rewards, as far as these suffice.
 
-    Responses begin in the same column again, and all ranks have equally many columns. Weights are not those
-    of the new batch yet.
+    Responses begin in the same column again, and all ranks have equally many columns. Weights stay
+    those of `first`.
     """
     starts = [int(each.rollout.response_mask.any(dim=0).int().argmax()) for each in (first, more)]
     ends = [
@@ -66,8 +65,6 @@ def _aligned(experience: Experience, n_left: int, n_columns: int, pad_token_id: 
     def changed(value: Any) -> Any:
         if isinstance(value, Rollout):
             return widened(_moved(value, n_left, pad_token_id), n_columns, pad_token_id)
-        if isinstance(value, ISWeights):
-            return ISWeights(changed(value.weight), changed(value.is_counted))
         is_table = isinstance(value, Tensor) and value.ndim == 2
         return F.pad(value, (n_left, n_right)) if is_table else value
 
@@ -76,6 +73,8 @@ def _aligned(experience: Experience, n_left: int, n_columns: int, pad_token_id: 
 
 def _moved(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
     """Return a rollout with so many more columns of padding before its first one."""
+    if n_columns == 0:
+        return rollout
 
     def moved(value: Tensor | TensorBatch) -> Tensor | TensorBatch:
         if isinstance(value, SamplingMasks):
@@ -96,19 +95,12 @@ def _rows_of(both: Sequence[Any], rows: Int[Tensor, " row"]) -> Any:
         return replace(Rollout.cat(both).rows(rows), kv_bytes=max(first.kv_bytes, more.kv_bytes))
     if isinstance(first, Rewards):
         return _joined_rewards(first, more).rows(rows)
-    if isinstance(first, ISWeights):
-        weight, is_counted = (torch.cat([*each])[rows] for each in zip(*map(_tensors, both), strict=True))
-        return ISWeights(weight, is_counted)
     if isinstance(first, Tensor):
         return torch.cat([first, more])[rows]
     if isinstance(first, list | tuple) and first:
         texts = [*first, *more]
         return [texts[row] for row in rows.tolist()]
     return first
-
-
-def _tensors(weights: ISWeights) -> tuple[Tensor, Tensor]:
-    return weights.weight, weights.is_counted
 
 
 def _joined_rewards(first: Rewards, more: Rewards) -> Rewards:

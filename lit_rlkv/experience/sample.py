@@ -54,7 +54,7 @@ def encode_problems(
     if environments is None:
         return encode_prompts(tokenizer, [problem.prompt for problem in problems]), None
     talk = environments.begin([problem for problem in problems for _ in range(group_size)])
-    return encode_prompts(tokenizer, talk.prompts(group_size), talk.tools), talk
+    return encode_prompts(tokenizer, talk.prompts(group_size), environments.tools), talk
 
 
 def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class FolderLock:
             not links,
             f"{links and links[0]} is a link, and a run writes in its own folder alone; remove the link",
         )
+        require(
+            path.is_file() or not path.exists(),
+            f"{path} cannot be written: it is not a file; give another folder ({self.setting}...)",
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.open("a").close()

@@ -16,6 +16,7 @@ from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.memory_needs import compute_dtype, rollout_needs
 from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.kernels.backend import uses_triton
+from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.packing import TOKENS_PER_PASS
@@ -128,13 +129,14 @@ def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layer
     """Return the bytes that the forward of a row of `n_columns` keeps for its backward pass, by estimate.
 
     In 16 bits a layer keeps s·h·(34 + 5·a·s/h) bytes, with s columns, hidden size h and a heads, and s·h·34
-    under a kernel that keeps no attention weights (Korthikanti et al. 2022, arXiv:2205.05198). With
-    checkpoints only its input of 2·s·h stays, and one layer at a time is computed again.
+    where attention weights are not kept (Korthikanti et al. 2022, arXiv:2205.05198): in kernels, and in long
+    rows in plain torch. With checkpoints only its input of 2·s·h stays, and one layer at a time is computed
+    again.
     """
     config, dtype = text_config(backbone), compute_dtype(backbone)
     n_layers, dim = int(config.num_hidden_layers), int(config.hidden_size)
     is_fused = uses_triton(torch.empty(0, dtype=dtype, device=backbone.device))
-    of_attention = 0 if is_fused else 5 * int(config.num_attention_heads) * n_columns
+    of_attention = 0 if is_fused or n_columns >= LONG else 5 * int(config.num_attention_heads) * n_columns
     of_layer = n_columns * (34 * dim + of_attention)
     n_bytes = 2 * n_layers * n_columns * dim + of_layer if checkpoints_layers else n_layers * of_layer
     return n_bytes * dtype.itemsize // 2

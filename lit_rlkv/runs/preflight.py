@@ -112,7 +112,8 @@ def build_parts(cfg: Config) -> Parts:
         ConfigError: an object cannot be built, or is of the wrong kind.
     """
     with as_config_errors("cache"):
-        cache = CacheSpec(**cfg.cache.spec)
+        control = ("target_overlap", "budget_bounds")
+        cache = CacheSpec(**{key: value for key, value in vars(cfg.cache).items() if key not in control})
     user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
     with as_config_errors("user_callbacks"):
         check_hooks(user_callbacks.values())

@@ -99,6 +99,7 @@ def pass_data(
         seed=stage.seed,
         ranks=ranks,
         tokens_per_pass=tokens_per_pass,
+        tools=() if context.environments is None else context.environments.tools,
     )
 
 

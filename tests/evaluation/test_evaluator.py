@@ -11,6 +11,7 @@ from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import Ranks
+from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
@@ -22,6 +23,7 @@ from lit_rlkv.rewards import Numeric, RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Problem
+from tests.environments.talkers import Crashing, quick_tokenizer
 from tests.hand_built import LORA, make_roles
 from tests.models_zoo import build, tiny_config
 from tests.rewards.helpers import InThreads
@@ -260,3 +262,18 @@ def test_progress_counts_the_tokens_of_all_batches_and_of_the_mismatch(n_samples
     evaluator.score_cache(SPARSE, reports.append)
     assert sum(reports) == evaluator.n_tokens == (24 * n_samples + 16) * 10
     assert len(reports) > 3 * 9  # batches of 10 responses, reported step by step
+
+
+@pytest.mark.parametrize("max_failed", [0.0, 1.0])
+def test_a_response_whose_environment_failed_has_no_score(max_failed):
+    tokenizer = quick_tokenizer()
+    evaluator = make_evaluator(max_failed=max_failed)
+    settings = RolloutConfig(max_new_tokens=40, environment_timeout_s=None)
+    evaluator.rollout = evaluator.scored = settings
+    evaluator.tokenizer, evaluator.environments = tokenizer, EnvironmentPool(Crashing, settings, tokenizer)
+    if max_failed == 0:
+        with pytest.raises(RewardsFailedError, match="completions have no score"):
+            evaluator.score_cache(SPARSE)
+    else:
+        evaluator.accuracy = lambda problems, completions: torch.ones(len(completions))
+        assert 0 < evaluator.score_cache(SPARSE).row.accuracy < 1

@@ -114,3 +114,9 @@ def test_a_resumed_run_takes_the_prompts_after_those_of_all_rounds():
     data.iteration += 1
     again.load_state_dict(data.state_dict())
     assert groups_of(again.collect()) == groups_of(data.collect())
+
+
+def test_without_a_scored_policy_the_old_log_probs_stay_those_of_the_sampler():
+    found = collected(resample=8)
+    assert found.n_rounds > 1
+    assert found.old_logps is found.rollout.rollout_logps
