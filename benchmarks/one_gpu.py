@@ -32,7 +32,7 @@ import record
 import torch
 from kernel_parts.case import Refusal, reason, release
 from kernel_parts.timing import is_device_lost, synchronize
-from one_gpu_parts.page import METHODS, NAME, PAGE, Row, cell_name, latest, table, written
+from one_gpu_parts.page import METHODS, NAME, PAGE, RESPONSES, Row, cell_name, latest, table, written
 from peers import Digits, train_here, write_model
 from rollout_parts.ours import OutOfTimeError, Progress
 from shapes import QWEN_0_5B, QWEN_1_5B, QWEN_4B
@@ -49,8 +49,6 @@ SHAPES = {
     "1.5b": QWEN_1_5B | {"head_dim": 128},
     "4b": QWEN_4B | {"head_dim": 128},
 }
-RESPONSES = {2048: 128, 8192: 64, 32_768: 16}
-"""Rows of a rollout by their tokens: about as many tokens at each length."""
 CACHE = ("cache.policy=h2o", "cache.budget=1024", "cache.interval=128", "cache.sink=4", "cache.window=16")
 TOY_SHAPES = {"toy": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}}
 TOY_RESPONSES = {24: 4}
@@ -68,6 +66,7 @@ class Watch(RLCallback):
     def __init__(self, row: Row, limit: TimeLimit, device: torch.device) -> None:
         self.row, self.limit, self.device = row, limit, device
         self.progress, self.sampled_at = Progress(limit), 0.0
+        self.has_noted = False
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
         synchronize(self.device)
@@ -109,6 +108,7 @@ class Watch(RLCallback):
 
     def note(self, **figures: Any) -> None:
         """Record the row with these figures."""
+        self.has_noted = True
         peak = torch.cuda.max_memory_allocated() / 2**20 if self.device.type == "cuda" else None
         record.append(NAME, self.row | {"peak_mib": peak} | figures)
         print(f"{cell_name(self.row)}: " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
@@ -126,6 +126,8 @@ def measure(args: argparse.Namespace, key: Row, limit: TimeLimit, *, is_first: b
             watch = Watch(row, limit, torch.device(args.device))
             train_here(context_of(args, key, Path(folder)), Path(folder) / "run", watch)
     except OutOfTimeError:
+        if is_first and not watch.has_noted:  # the next start would not get further
+            record.append(NAME, row | vars(Refusal("no token within the time of a start", False)))
         print(f"{cell_name(key)}: out of time; start again to go on", flush=True)
     except Exception as error:
         found = Refusal(reason(error), is_out_of_memory(error))

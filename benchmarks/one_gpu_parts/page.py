@@ -11,7 +11,9 @@ PAGE = ROOT / "docs" / "results" / "one_gpu.md"
 METHODS = ("dense", "naive", "tis", "sparse_rl", "shadow", "smd")
 """Experiments of conf/experiment."""
 SHAPES = {"0.5b": "0.5B (Qwen2.5-0.5B)", "1.5b": "1.5B (Qwen2.5-1.5B)", "4b": "4B (Qwen3-4B)"}
-LENGTHS = (2048, 8192, 32_768)
+RESPONSES = {2048: 128, 8192: 64, 32_768: 16}
+"""Rows of a rollout by their tokens: about as many tokens at each length."""
+LENGTHS = (*RESPONSES,)
 NOT_RUN = "not run"
 TEXT = """# Methods on one GPU
 
