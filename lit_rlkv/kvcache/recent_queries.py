@@ -16,25 +16,25 @@ class RecentQueries:
 
     def __init__(self, like: Float[Tensor, "batch kv_head group seq dim"], n_rows: int, window: int) -> None:
         _, n_kv_heads, group, _, dim = like.shape
-        self._ring = like.new_zeros(n_rows, window, n_kv_heads, group, dim)
+        self.ring = like.new_zeros(n_rows, window, n_kv_heads, group, dim)
         self._window = window
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._ring.dtype
+        return self.ring.dtype
 
     def write_feed(self, feed: Feed, queries: Float[Tensor, "batch kv_head group new dim"]) -> None:
         """Write the last queries of given tokens, for all rows that take them."""
         index, is_new = feed.ring_places(feed.newest, self._window)
         batch = torch.arange(len(index), device=index.device)[:, None]
         latest = queries.movedim(3, 1)[batch, index]
-        ring = torch.where(is_new[..., None, None, None], latest, self._ring[feed.sources])
-        self._ring[feed.rows] = ring.repeat_interleave(feed.n_samples, dim=0)
+        ring = torch.where(is_new[..., None, None, None], latest, self.ring[feed.sources])
+        self.ring[feed.rows] = ring.repeat_interleave(feed.n_samples, dim=0)
 
     def write(self, columns: Int[Tensor, " row"], queries: Float[Tensor, "row kv_head group dim"]) -> None:
         """Write one query of every row, at the row's column."""
         first = torch.arange(len(columns), device=columns.device) * self._window
-        self._ring.flatten(0, 1).index_copy_(0, first + columns % self._window, queries)
+        self.ring.flatten(0, 1).index_copy_(0, first + columns % self._window, queries)
 
     def read(
         self, rows: Int[Tensor, " batch"] | slice, newest: Int[Tensor, " batch"]
@@ -42,4 +42,4 @@ class RecentQueries:
         """Return the queries of these rows, whose latest is at column `newest`, and their columns."""
         place = torch.arange(self._window, device=newest.device)
         columns = newest[:, None] - (newest[:, None] - place) % self._window
-        return self._ring[rows].permute(0, 2, 3, 1, 4), columns
+        return self.ring[rows].permute(0, 2, 3, 1, 4), columns

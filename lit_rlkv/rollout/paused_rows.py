@@ -44,7 +44,7 @@ def _overwritten(kv: SlotCache, newest: Tensor) -> list[Tensor]:
             pools += [layer.columns, *([] if layer.attention is None else [layer.attention])]
         found += [pool if is_ring else pool[:, :, :1] for pool in pools if pool is not None]
         if layer.recent_queries is not None:
-            found.append(layer.recent_queries._ring)
+            found.append(layer.recent_queries.ring)
     for state_layer in kv.state_layers:
         found += [pool for name in STATES for pool in getattr(state_layer, name).values() if pool is not None]
     return found
