@@ -54,6 +54,12 @@ COMMON = (
 )
 
 
+MISMATCH = "{_target_: lit_rlkv.callbacks.mismatch.DenseMismatch, every: 10, n_rows: 64}"
+OVERLAP_RATE, OVERLAP_ITERATIONS = 1e-3, 40
+OVERLAP_CACHES = {"random": (14, 16, 18), "snapkv": (16, 17, 18)}
+"""Budgets by policy; their overlaps lie on both sides of 0.86 at the start."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One run of the study."""
@@ -67,6 +73,7 @@ class Setting:
     budget: int = BUDGETS[MAIN_TASK]
     n_iterations: int = N_ITERATIONS
     anchor_weight: float = ANCHOR_WEIGHT
+    measures_overlap: bool = False
 
     @property
     def name(self) -> str:
@@ -92,6 +99,7 @@ class Setting:
             f"algorithm.n_iterations={self.n_iterations}",
             f"seed={self.seed}",
             *COMMON,
+            *([f"+diagnostics.mismatch={MISMATCH}"] if self.measures_overlap else []),
             *TASKS[self.task],
         ]
 
@@ -188,6 +196,26 @@ def pretrained(_: Rates) -> list[Setting]:
     ]
 
 
+def overlap(_: Rates) -> list[Setting]:
+    """Return runs with and without replay over the overlap of sampler and dense policy, without the anchor."""
+    return [
+        Setting(
+            arm,
+            False,
+            seed,
+            OVERLAP_RATE,
+            policy=policy,
+            budget=budget,
+            n_iterations=OVERLAP_ITERATIONS,
+            measures_overlap=True,
+        )
+        for seed in FEW_SEEDS
+        for policy, budgets in OVERLAP_CACHES.items()
+        for budget in budgets
+        for arm in ("naive", "shadow")
+    ]
+
+
 def clock(seconds: Callable[[Setting], float]) -> list[Setting]:
     """The other arms for as long as smd takes; `seconds` of an iteration of a run.
 
@@ -221,5 +249,6 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "weak_anchor": weak_anchor,
     "longer": longer,
     "pretrained": pretrained,
+    "overlap": overlap,
 }
 """In the order in which they are run; `rates` comes before them, `clock` after them."""
