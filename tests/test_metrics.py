@@ -21,6 +21,12 @@ RUNS = {
         "diagnostics.performance.peak_flops=1e12",
     ],
     "tis": ["experiment=tis", "algorithm.kl.weight=0.1", "cache.target_overlap=0.86", "algorithm.resample=1"],
+    "curriculum": [
+        "task=jsonl",
+        "task.path=tests/data/sums.jsonl",
+        "~task.n_terms",
+        "algorithm.curriculum.decay=0.9",
+    ],
     "rlhf": [
         "experiment=rlhf",
         "sft.on_policy_pairs.n_prompts=0",

@@ -197,7 +197,7 @@ def pretrained(_: Rates) -> list[Setting]:
 
 
 def overlap(_: Rates) -> list[Setting]:
-    """Return runs with and without replay over the overlap of sampler and dense policy, without the anchor."""
+    """Return runs with and without replay over the overlap with the dense policy, without the anchor."""
     return [
         Setting(
             arm,

@@ -177,6 +177,23 @@ class ReferenceSyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Problems of a dataset drawn by their success rates p, with weights p (1 − p) + floor.
+
+    arXiv:2504.03380 says why: a group that is all right or all wrong has no gradient.
+    """
+
+    decay: Number | None = option(
+        None,
+        "draw by success rates, and keep this share of a problem's old rate in the new one, 0: none of it; "
+        "null: problems come epoch by epoch. Success is the score that reward.accuracy names, from 0 to 1",
+        least=0,
+        below=1,
+    )
+    floor: Number = option(0.05, "of the weights, so that problems never or always solved return", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Keys that all algorithms share."""
 
@@ -187,6 +204,7 @@ class AlgorithmConfig:
         "most further rounds of prompts in an iteration, whose groups replace those of equal rewards",
         least=0,
     )
+    curriculum: CurriculumConfig = group(CurriculumConfig)
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
     critic_warmup: int = option(0, "first iterations, in which the critic alone learns", least=0)

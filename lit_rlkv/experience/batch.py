@@ -1,7 +1,7 @@
 """Experience: the rollout of one iteration with its log-probs, rewards, values and importance weights."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jaxtyping import Bool, Float
@@ -52,6 +52,8 @@ class Experience:
     """Budget of the rollout's cache if it is steered by the overlap; None otherwise."""
     n_rounds: int | None = None
     """Rounds that were sampled to replace groups of equal rewards; None if none are replaced."""
+    curriculum: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the curriculum after the rollout; empty without one."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 

@@ -1,5 +1,6 @@
 """RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,12 +37,13 @@ from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rewards.manager import PendingRewards
+from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import call
-from lit_rlkv.types import Problem, Rollout, TrainBatch
+from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -184,7 +186,13 @@ class RolloutDataModule(L.LightningDataModule):
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
         log_ratio = old_logps - rollout.rollout_logps
         weights = global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.ranks)
-        return replace(found, old_logps=old_logps, weights=weights, n_rounds=self._round + 1)
+        return replace(
+            found,
+            old_logps=old_logps,
+            weights=weights,
+            n_rounds=self._round + 1,
+            curriculum=more.curriculum,
+        )
 
     def _collect(self) -> Experience:
         """Return one round of the iteration."""
@@ -246,6 +254,7 @@ class RolloutDataModule(L.LightningDataModule):
             ranks=self.ranks,
             budget=self.budget.controlled,
             n_rounds=1 if self.algorithm.resample > 0 else None,
+            curriculum=self._update_curriculum(problems[::group_size], rewards),
         )
 
     def explain_update(self) -> str:
@@ -264,6 +273,17 @@ class RolloutDataModule(L.LightningDataModule):
         # The ranks take turns in one stream of problems, and so do the shards.
         numbers = range(self.ranks.rank, self.n_shards, n_ranks)
         return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
+
+    def _update_curriculum(self, problems: Sequence[Problem], rewards: Rewards) -> dict[str, float]:
+        """Move the success rates of the problems of all ranks, and return metrics of them."""
+        curriculum = self.source.curriculum
+        if curriculum is None:
+            return {}
+        scores = rewards.components[self.reward.config.accuracy or EXACT_MATCH]
+        rates = scores.clamp(0, 1).view(len(problems), -1).nanmean(dim=1).tolist()
+        found = [(problem.prompt, rate) for problem, rate in zip(problems, rates, strict=True)]
+        curriculum.update(each for each in self.ranks.all_gather_object(found) if not math.isnan(each[1]))
+        return curriculum.metrics()
 
     def _sample(
         self,

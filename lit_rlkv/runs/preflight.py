@@ -28,7 +28,7 @@ from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
 from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 from lit_rlkv.rewards import RewardFunction
-from lit_rlkv.tasks import Task
+from lit_rlkv.tasks import FiniteTask, Task
 from lit_rlkv.tasks.json_rows import reading_progress
 
 
@@ -97,6 +97,7 @@ def build_and_check(config: Config) -> CheckedConfig:
     _check_budget_control(checked)
     _check_minibatches(checked)
     _check_verifier(checked)
+    _check_curriculum(checked)
     if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
         has_head, is_apart = config.sft.trains_reward_head, not config.sft.joint
         check_critics(checked, "the model of the SFT stage", has_head=has_head, is_apart=is_apart)
@@ -295,6 +296,23 @@ def _check_verifier(cfg: CheckedConfig) -> None:
     require(
         cfg.reward.environment == 0 or cfg.environment is not None,
         f"reward.environment={cfg.reward.environment} needs an environment; choose one, or use 0",
+    )
+
+
+def _check_curriculum(cfg: CheckedConfig) -> None:
+    """Check that problems return, and that their responses have a success."""
+    decay, task = cfg.algorithm.curriculum.decay, cfg.parts.task
+    if decay is None:
+        return
+    require(
+        isinstance(task, FiniteTask),
+        f"algorithm.curriculum.decay={decay} draws problems by their earlier success, and {task} makes each "
+        "problem anew; use a dataset, such as task=jsonl, or null",
+    )
+    require(
+        cfg.reward.accuracy is not None or task.is_verifiable,
+        f"algorithm.curriculum.decay={decay} needs the success of a response, and {task} cannot verify "
+        "answers; set reward.accuracy to a function that can, or use null",
     )
 
 

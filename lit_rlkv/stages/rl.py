@@ -50,6 +50,7 @@ def train_policy(
             seed=derive_seed(cfg.seed, "prompts", "rl"),
             rank=ranks.rank,
             world_size=ranks.size,
+            curriculum=algorithm.curriculum,
         ),
         cfg.parts.cache,
         cfg.parts.correction,

@@ -24,6 +24,10 @@ LOOKED_AT = [
 ]
 
 
+LISTED = ["task=jsonl", "task.path=tests/data/sums.jsonl", "~task.n_terms"]
+"""A list of problems, which return."""
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -47,6 +51,7 @@ LOOKED_AT = [
         slow("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
         slow("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
         slow("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
+        slow("curriculum", [*LISTED, "algorithm.curriculum.decay=0.5"]),
         slow("reference_sync", [*SYNC, "algorithm.n_minibatches=2"]),
     ],
 )

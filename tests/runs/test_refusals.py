@@ -141,7 +141,10 @@ MISTAKES = [
         ["cache.target_overlap=0.86", "diagnostics.mismatch=null"],
         "cache.target_overlap=0.86 needs an evicting",
     ),
-    (["cache.target_overlap=0.86", "cache.policy=dense"], "cache.target_overlap=0.86 needs an evicting"),
+    (
+        ["cache.target_overlap=0.86", "cache.policy=dense", "distillation=none"],
+        "cache.target_overlap=0.86 needs an evicting",
+    ),
     (["cache.budget_bounds=[20,30]"], "cache.budget_bounds must be two budgets, the smaller one first"),
     (["cache.budget_bounds=[2,30]"], "budget must be at least sink + window + 1 = 5, got 2"),
     (
@@ -262,6 +265,17 @@ MISTAKES = [
         ["roles=full", "algorithm.kl.weight=0.1", "algorithm.reference_sync.every=0"],
         "algorithm.reference_sync.every must be a whole number of at least 1 or null, got 0",
     ),
+    (
+        ["algorithm.curriculum.decay=0.9"],
+        "algorithm.curriculum.decay=0.9 draws problems by their earlier success, and ChainSum(n_terms=5, "
+        "max_operand=9) makes each problem anew; use a dataset, such as task=jsonl, or null",
+    ),
+    (
+        ["task=preferences", "task.path=tests/data/preferences.jsonl", "algorithm.curriculum.decay=0.9"],
+        "cannot verify answers; set reward.accuracy to a function that can, or use null",
+    ),
+    (["algorithm.curriculum.decay=1"], "algorithm.curriculum.decay must be a number of at least 0 and below"),
+    (["algorithm.curriculum.floor=0"], "algorithm.curriculum.floor must be a number above 0, got 0"),
     (
         ["algorithm.reference_sync.alpha=1.5"],
         "algorithm.reference_sync.alpha must be a number above 0 and at most 1, got 1.5",
