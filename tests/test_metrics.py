@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.saved_models import save_checkpoint
 from tests.whole_runs import run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text()
@@ -26,6 +27,8 @@ RUNS = {
         "task.path=tests/data/sums.jsonl",
         "~task.n_terms",
         "algorithm.curriculum.decay=0.9",
+        "distillation=teacher",
+        "distillation.model=FOLDER/a-teacher",
     ],
     "rlhf": [
         "experiment=rlhf",
@@ -46,8 +49,9 @@ def patterns(listed):
 def logged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     names = set()
+    save_checkpoint(folder / "a-teacher")
     for name, overrides in RUNS.items():
-        run(folder, name, "roles.rank=2", *overrides)
+        run(folder, name, "roles.rank=2", *(each.replace("FOLDER", str(folder)) for each in overrides))
         for path in (folder / name).glob("*metrics.csv"):
             with path.open(newline="") as file:
                 names |= set(next(csv.reader(file)))

@@ -55,7 +55,7 @@ COMMON = (
 
 
 MISMATCH = "{_target_: lit_rlkv.callbacks.mismatch.DenseMismatch, every: 10, n_rows: 64}"
-OVERLAP_RATE, OVERLAP_ITERATIONS = 1e-3, 40
+OVERLAP_RATE, OVERLAP_ITERATIONS = 1e-3, 30
 OVERLAP_CACHES = {"random": (14, 16, 18), "snapkv": (16, 17, 18)}
 """Budgets by policy; their overlaps lie on both sides of 0.86 at the start."""
 

@@ -212,7 +212,8 @@ def _check_losses(cfg: Config) -> None:
     distillation = cfg.distillation
     is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
     require(
-        distillation is None or distillation.get("weight") == 0 or not is_dense,
+        # Another model teaches the dense policy, too.
+        distillation is None or "model" in distillation or distillation.get("weight") == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
         "use distillation=none or distillation=anchor, or another correction and cache.policy",
     )

@@ -126,7 +126,8 @@ def _arm(config: Tree) -> str:
     if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
         name = "dense"
     elif correction.get("replays"):
-        replay = "smd" if config.get("distillation") else "shadow"
+        distillation = config.get("distillation")
+        replay = "smd" if distillation and "direction" in distillation else "shadow"
         return f"{replay}: {METHODS[replay]}" + ("" if name == "naive" else f", with weights by {name}")
     return f"{name}: {METHODS[name]}" if name in METHODS else name
 

@@ -27,6 +27,7 @@ EXTRAS = {
     "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
     "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
+    "distillation=teacher": ["distillation.model=someone/something"],
     "correction=dense": ["distillation=none"],
     "recipe=llm": ["model.path=someone/something"],
     "recipe=smollm2": ["model.path=someone/something"],
