@@ -14,6 +14,8 @@ from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir, read_json
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from lit_rlkv.runs.model_card import Exported
     from lit_rlkv.runs.open_run import SavedRun
 
@@ -21,17 +23,22 @@ MANIFEST = "export.json"
 """File in every export that describes it and lists its files; only such a folder may be overwritten."""
 
 
-def export(asked: ExportConfig) -> "tuple[Path, Exported]":
-    """Write the policy of a saved run atomically, on the CPU.
+def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Exported]":
+    """Write the policy of a saved run atomically, on the CPU, and upload it if asked to.
+
+    Args:
+        api: client of the hub, for `push_to`; None: the hub's own with the token of this machine.
 
     Raises:
-        ConfigError: a setting is wrong, there is no such run, or the folder exists.
+        ConfigError: a setting is wrong, there is no such run, the folder exists, or the hub takes no upload.
     """
     import torch
+    from huggingface_hub import HfApi
 
     from lit_rlkv.models.layouts import CRITICS, LAYOUTS
     from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
+    from lit_rlkv.runs.upload import check_upload, upload
     from lit_rlkv.stages.export import export_policy
 
     run = find_run(Path(asked.ckpt).expanduser())
@@ -40,6 +47,9 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
     check_targets(run.cfg)
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
+    if asked.push_to is not None:
+        api = api or HfApi()
+        check_upload(asked.push_to, api)
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
     cfg = check_run(run)
@@ -64,6 +74,9 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
         (partial / "README.md").write_text(model_card(run, exported), encoding="utf-8")
         manifest = _manifest(run) | asdict(exported) | {"files": [*_files(partial)]}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if asked.push_to is not None and api is not None:
+        message = f"Iteration {run.iteration} of {run.run_dir.resolve().name}"
+        upload(folder, asked.push_to, asked.private, message, MANIFEST, api)
     return folder, exported
 
 
@@ -124,6 +137,8 @@ def _export_and_show(asked: ExportConfig) -> None:
     if exported.critics and not exported.heads:
         console.print(f"no {' or '.join(exported.critics)} head written; heads=true writes it")
     console.print(f"written to {folder}", soft_wrap=True)
+    if asked.push_to is not None:
+        console.print(f"uploaded to {asked.push_to}", soft_wrap=True)
 
 
 if __name__ == "__main__":
