@@ -251,7 +251,7 @@ class Learner:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all steps since the last call."""
         means, self.sums = self.sums.means(self.fabric), MetricSums()
-        return {**means, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+        return {**means, "learning_rate": float(self.optimizer.param_groups[0]["lr"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded state; with sharded layers every rank must call this."""

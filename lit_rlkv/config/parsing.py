@@ -15,6 +15,7 @@ from lit_rlkv.config.errors import interpolations_as_config_errors, require
 from lit_rlkv.config.model_path import find_gguf, is_local
 from lit_rlkv.config.options import check_leaves, convert, leaf_keys, named_items, show
 from lit_rlkv.config.schema import Config, Stage
+from lit_rlkv.config.targets import LOW_BIT
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -190,6 +191,12 @@ def _check_fabric(cfg: Config) -> None:
         f"fabric.quantization={fabric.quantization} packs weights in a way that fabric.strategy=fsdp2 "
         "cannot shard; use one of the two",
     )
+    for name, optimizer in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
+        require(
+            not str(optimizer.get("_target_")).startswith(LOW_BIT),
+            f"{name}: 8-bit states cannot be gathered from shards (fabric.strategy=fsdp2), which divide the "
+            "states of AdamW over the devices anyhow; use optimizer=adamw",
+        )
     for name, node in named_items(cfg.diagnostics):
         require(
             node is None or not str(node.get("_target_")).startswith(GRADIENT_DIAGNOSTICS),
