@@ -1,7 +1,7 @@
 """Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
-    python benchmarks/study.py --report                     tables and figure of what has been run
+    python benchmarks/study.py --report                     tables and figures of what has been run
     python benchmarks/study.py --report --rows study_earlier   tables of runs before 2026-11-25, evicted later
 
 Runs what is missing in benchmarks/results/study.jsonl, block after block, and stops to start new runs when
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import command_line
 import record
-from study_parts import measured, plan, plot, runs, tables
+from study_parts import measured, overlap, plan, plot, runs, tables
 from study_parts.plan import Setting
 
 
@@ -79,7 +79,7 @@ COMPARISONS = {
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
 SHOWN = f"{MAIN_PLACE}, one rate"
 """Blocks that the first table and the figure of docs/results/study.md show."""
-FIGURE = record.ROOT / "docs" / "results" / "pictures" / "study.png"
+FIGURES = record.ROOT / "docs" / "results" / "pictures"
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
@@ -111,13 +111,17 @@ def report(done: dict[str, dict]) -> str:
     variances, exposures = (
         list(runs.finished(name).values()) for name in (measured.VARIANCE, measured.EXPOSURE)
     )
-    return tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
+    found = tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
+    rows = rows_of(settings_of("overlap", done), done)
+    return f"{found}\n\n## Overlap\n\n{overlap.table(rows)}" if rows else found
 
 
 def draw(done: dict[str, dict]) -> None:
-    """Draw the figure."""
+    """Draw the figures."""
     if arms := tables.by_arm(comparisons(done).get(SHOWN, ())):
-        plot.draw(arms, FIGURE)
+        plot.draw(arms, FIGURES / "study.png")
+    if rows := rows_of(settings_of("overlap", done), done):
+        overlap.draw(rows, FIGURES / "overlap.png")
 
 
 def describe(row: dict) -> str:
