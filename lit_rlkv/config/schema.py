@@ -51,6 +51,12 @@ class CacheConfig:
     protect_prompt: bool = option(
         False, "never evict keys of the prompt, and count only those after it in the budget"
     )
+    budget_profile: Literal["pyramid"] | tuple[int, ...] | None = option(
+        None,
+        "budgets by layer, with budget as their mean: pyramid gives lower layers more (arXiv:2406.02069), a "
+        "number for each layer without a window gives them in proportion; null: all the same",
+        least=1,
+    )
     target_overlap: Number | None = option(
         None,
         "steer the budget so that the lowest kv/overlap_p05 of any position stays here, 0.86 for example, "

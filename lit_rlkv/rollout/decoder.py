@@ -215,7 +215,7 @@ class Decoder:
         newest = (tokens.shape[1] - n_new)[:, None]
         tokens = F.pad(tokens, (1, 0)).scatter(1, newest, self.newest[index, None])
         is_token = F.pad(is_token, (1, 0)).scatter(1, newest, True)
-        while self.kv.policy is None and int((self.kv.n_live[index] + n_new).max()) >= self.kv.n_slots:
+        while self.kv.policy is None and int((self.kv.n_live[:, index] + n_new).max()) >= self.kv.n_slots:
             self.grow(range(self.n_rows))
         lens = n_new.tolist()
         if not has_states(self.model):

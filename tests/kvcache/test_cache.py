@@ -233,7 +233,7 @@ def test_attention_over_a_prompt_is_that_of_a_plain_loop(policy: str, softcap: f
     prefill_all(kv, softcap)
     other = SOFTCAP if softcap is None else None
     for layer, row, head in itertools.product(range(LAYERS), range(len(LENS)), range(KV_HEADS)):
-        pool, n_live = kv.slot_layers[layer], int(kv.n_live[row])
+        pool, n_live = kv.slot_layers[layer], int(kv.n_live[0, row])
         assert pool.attention is not None
         columns = pool.columns[row, head, :n_live]
         actual = pool.attention[row, head, :n_live]

@@ -65,7 +65,7 @@ class Journal:
         for _ in range(N_STEPS):
             cache.advance()
             self.attend(1, generator)
-            is_due = cache.is_due
+            is_due = cache.is_due[0]
             if cache.levels.step():
                 cache.evict()
             self.record(is_due)
@@ -78,7 +78,7 @@ class Journal:
         self.layer.attend(query, key, value, SCALING)
 
     def record(self, is_due: Tensor) -> None:
-        n_live = self.cache.n_live.tolist()
+        n_live = self.cache.n_live[0].tolist()
         self.held.append([row[:n].tolist() for row, n in zip(self.layer.columns[:, 0], n_live, strict=True)])
         due = is_due.nonzero().flatten()
         if len(due) > 0:

@@ -90,4 +90,4 @@ def test_a_row_reads_and_keeps_the_same_whoever_is_fed_beside_it(policy: str):
             column[row] += n[row]
     rows = torch.arange(3)
     assert torch.equal(together.evicted_at(rows), alone.evicted_at(rows))
-    assert together.levels.level.tolist() == together.n_live.tolist() == [8, 8, 8]
+    assert together.levels.level.tolist() == together.n_live.tolist() == [[8, 8, 8]]
