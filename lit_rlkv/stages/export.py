@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lit_rlkv.config import ConfigError
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.kv_scorer import KV_SCORER, kv_scorer_of, save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import stream
@@ -64,6 +65,9 @@ def export_policy(
     merged.save_pretrained(folder)
     check_written(merged, folder)
     tokenizer.save_pretrained(folder)
+    scorer = kv_scorer_of(policy)
+    if scorer is not None:
+        save_kv_scorer(scorer, folder)
     heads = save_heads(roles, folder / HEADS) if with_heads else ()
     value = roles.layout.adapter["value"]
     has_value_adapter = "value" in heads and value not in (None, adapter)
@@ -72,7 +76,7 @@ def export_policy(
         save_adapter(roles.backbone("value"), value, critic_dir(start), folder / VALUE_ADAPTER)
     name = str(merged.dtype).removeprefix("torch.")
     critics = tuple(role for role in CRITICS if role in roles.heads)
-    return Exported(name, gap, adapter is not None, has_value_adapter, heads, critics)
+    return Exported(name, gap, adapter is not None, has_value_adapter, heads, critics, scorer is not None)
 
 
 def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | None) -> PreTrainedModel:
@@ -84,7 +88,8 @@ def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | Non
     # Load in the policy's dtype first: its adapter was trained on weights rounded to it.
     plain = plain_model(start, policy.dtype).to(wide)  # type: ignore[arg-type]
     if adapter is None:
-        plain.load_state_dict(policy.state_dict())
+        weights = policy.state_dict()
+        plain.load_state_dict({k: v for k, v in weights.items() if not k.startswith(f"{KV_SCORER}.")})
         return plain
     merged: PreTrainedModel = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
     return merged.eval()

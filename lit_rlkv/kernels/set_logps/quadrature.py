@@ -1,13 +1,12 @@
 """Probability of a set drawn by Gumbel top-k: what an eviction that samples its survivors has chosen.
 
-The k keys of highest s + Gumbel noise are a draw of k keys without replacement by softmax(s). The set S of them
-is drawn when the lowest of its perturbed scores is above the highest of the rest R, which is Gumbel with
-location φ = logsumexp of s over R. With g for that highest one (Kool et al. 2020, arXiv:2002.06043)
+The k keys of highest s + Gumbel noise are a draw of k keys without replacement by softmax(s). They are the
+set S when the lowest perturbed score of S is above the highest of the rest R, which is a Gumbel variable
+with location φ = logsumexp of s over R. With g for that highest one (Kool et al. 2020, arXiv:2002.06043)
 
     p(S) = ∫ exp(φ − g − exp(φ − g)) · Π_{i in S} (1 − exp(−exp(s_i − g))) dg.
 """
 
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -30,29 +29,12 @@ def set_logps(
 ) -> Float[Tensor, "*lead"]:
     """Return log p(S) of the kept candidates S, with a gradient to the scores; 0 if no candidate is left out.
 
-    The integrand is log-concave and smooth, so sums over an even grid about its maximum converge exponentially.
-    One point is in memory at a time, and the gradient is a by-product of the sum. Scores of other keys are not
-    read.
+    The integrand is log-concave and smooth, so sums over an even grid about its maximum converge
+    exponentially. One point is in memory at a time, and the gradient is a by-product of the sum. Scores of
+    other keys are not read.
     """
     out: Tensor = _SetLogps.apply(scores, is_kept & is_candidate, is_candidate)  # type: ignore[no-untyped-call]
     return out
-
-
-def enumerated_set_logps(
-    scores: Float[Tensor, "*lead key"], is_kept: Bool[Tensor, " key"]
-) -> Float[Tensor, "*lead"]:
-    """Return log p(S) by its definition, the sum over all orders in which S can be drawn; for small sets."""
-    kept = is_kept.nonzero().flatten().tolist()
-    orders = []
-    for order in permutations(kept):
-        left = torch.ones_like(is_kept)
-        logps = scores.new_zeros(scores.shape[:-1])
-        for key in order:
-            logps = logps + scores[..., key] - scores.masked_fill(~left, -torch.inf).logsumexp(-1)
-            left = left.clone()
-            left[key] = False
-        orders.append(logps)
-    return torch.stack(orders).logsumexp(0)
 
 
 class _SetLogps(torch.autograd.Function):

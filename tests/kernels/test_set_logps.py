@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.objectives import set_logps as module
-from lit_rlkv.objectives.set_logps import enumerated_set_logps, set_logps
+from lit_rlkv.kernels.set_logps import quadrature, reference, set_logps
 
 
 def subsets(n: int, k: int) -> list[Tensor]:
@@ -20,13 +19,17 @@ def of_all(scores: Tensor, is_kept: Tensor) -> Tensor:
     return set_logps(scores, is_kept, torch.ones_like(is_kept))
 
 
+def by_definition(scores: Tensor, is_kept: Tensor) -> Tensor:
+    return reference.set_logps(scores, is_kept, torch.ones_like(is_kept))
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (5, 1), (5, 2), (6, 5), (7, 4)])
 def test_probability_and_gradient_are_those_of_all_orders(n, k, spread):
     scores = spread * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
     for is_kept in subsets(n, k):
         expected_at, found_at = (scores.clone().requires_grad_() for _ in range(2))
-        expected, found = enumerated_set_logps(expected_at, is_kept), of_all(found_at, is_kept)
+        expected, found = by_definition(expected_at, is_kept), of_all(found_at, is_kept)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         expected.backward()
         found.backward()
@@ -49,7 +52,7 @@ def test_equal_scores_are_a_uniform_choice():
 @pytest.mark.parametrize("n", [100, 500])
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
 def test_grid_is_fine_enough_for_realistic_sets(n, spread, monkeypatch):
-    """float32 against a grid of 8 times the density and twice the reach in float64; likely and unlikely sets."""
+    """float32 against a wider grid of 8 times the density in float64; likely and unlikely sets."""
     scores = spread * torch.randn(6, n, generator=torch.Generator().manual_seed(1))
     noisy = scores - torch.empty_like(scores).exponential_(generator=torch.Generator().manual_seed(2)).log()
     noisy[3:] = torch.rand(3, n, generator=torch.Generator().manual_seed(3))  # not by the scores
@@ -57,8 +60,8 @@ def test_grid_is_fine_enough_for_realistic_sets(n, spread, monkeypatch):
     coarse, fine = scores.clone().requires_grad_(), scores.double().requires_grad_()
     found = of_all(coarse, is_kept)
     found.sum().backward()
-    monkeypatch.setattr(module, "N_POINTS", 16 * 48)
-    monkeypatch.setattr(module, "REACH", 32.0)
+    monkeypatch.setattr(quadrature, "N_POINTS", 16 * 48)
+    monkeypatch.setattr(quadrature, "REACH", 32.0)
     expected = of_all(fine, is_kept)
     expected.sum().backward()
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-5)
@@ -77,7 +80,7 @@ def test_other_keys_are_not_read_and_no_choice_is_certain():
     is_candidate = torch.tensor([[True, True, False, True], [True, True, False, True]])
     is_kept = torch.tensor([[True, False, True, False], [True, True, True, True]])
     found = set_logps(scores, is_kept, is_candidate)
-    first = enumerated_set_logps(scores[0, [0, 1, 3]].double(), torch.tensor([True, False, False]))
+    first = by_definition(scores[0, [0, 1, 3]].double(), torch.tensor([True, False, False]))
     torch.testing.assert_close(found.double(), torch.stack([first, torch.zeros_like(first)]))
     found.sum().backward()
     assert scores.grad is not None
