@@ -36,6 +36,18 @@ def test_probability_and_gradient_are_those_of_all_orders(n, k, spread):
         torch.testing.assert_close(found_at.grad, expected_at.grad, rtol=0, atol=1e-6)
 
 
+def test_scores_too_far_apart_for_their_exponentials_have_finite_probabilities():
+    # The kept key is 150 below the other two: p = exp(−150) / (2 + exp(−150)).
+    scores = torch.tensor([-150.0, 0.0, 0.0], requires_grad=True)
+    logp = of_all(scores, torch.tensor([True, False, False]))
+    assert float(logp) == pytest.approx(-150.0 - math.log(2), rel=1e-6)
+    logp.backward()
+    assert scores.grad is not None
+    torch.testing.assert_close(scores.grad, torch.tensor([1.0, -0.5, -0.5]), rtol=1e-5, atol=1e-5)
+    sure = of_all(torch.tensor([150.0, 0.0, 0.0]), torch.tensor([True, False, False]))
+    assert float(sure) == pytest.approx(0.0, abs=1e-5)
+
+
 def test_probabilities_of_all_sets_sum_to_one():
     scores = torch.tensor([0.3, -2.0, 1.5, 0.0, 3.0, -0.5])
     total = sum(float(of_all(scores, is_kept).exp()) for is_kept in subsets(6, 3))

@@ -18,6 +18,8 @@ N_POINTS = 48
 """Points of the grid: with them the error is below float32's rounding."""
 REACH = 16.0
 """The grid ends where the logarithm of the integrand is at least so many nats below its maximum."""
+SMALL = -12.0
+"""Below it 1 − e⁻ˣ is x − x²/2, at x = exp(−12)."""
 N_HALVINGS = 14
 """Halvings of the interval that holds the maximum, which is no wider than log(k + 1)."""
 
@@ -51,8 +53,9 @@ class _SetLogps(torch.autograd.Function):
         peak = torch.full_like(location, -torch.inf)
         mass, slope = torch.zeros_like(location), torch.zeros_like(scores)
         for g in grid.unbind(0):
-            x = (kept - g[..., None]).exp()
-            height = _log_density(g, location) + torch.log(-torch.expm1(-x)).sum(-1)
+            log_x = kept - g[..., None]
+            x = log_x.exp()
+            height = _log_density(g, location) + _log_above(log_x, x).sum(-1)
             higher = torch.maximum(peak, height)
             old, new = (peak - higher).exp(), (height - higher).exp()
             mass = mass * old + new
@@ -73,6 +76,11 @@ class _SetLogps(torch.autograd.Function):
 def _rate(x: Tensor) -> Tensor:
     """Return x / (eˣ − 1), the derivative of log(1 − exp(−exp(s))) by s = log x; 0 at ∞ and 1 at 0."""
     return torch.where(x > 0, x / torch.expm1(x), 1.0).nan_to_num(nan=0.0)
+
+
+def _log_above(log_x: Tensor, x: Tensor) -> Tensor:
+    """Return log(1 − e⁻ˣ), also where x has no float but 0."""
+    return torch.where(log_x < SMALL, log_x - x / 2, torch.log(-torch.expm1(-x)))
 
 
 def _log_density(g: Tensor, location: Tensor) -> Tensor:
