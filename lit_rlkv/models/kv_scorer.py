@@ -68,11 +68,16 @@ def _shapes(model: PreTrainedModel) -> list[KVShape]:
     return [found[layer] for layer in sorted(found)]
 
 
-def save_kv_scorer(scorer: nn.Module, folder: Path) -> Path:
-    """Write the weights of a scorer into a folder, and return the file."""
-    weights = {name: value.detach().contiguous().cpu() for name, value in scorer.state_dict().items()}
-    save_file(weights, folder / KV_SCORER_FILE)
-    return folder / KV_SCORER_FILE
+def split_kv_scorer(weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Remove the scorer's parameters from those of a run, and return them; None without any."""
+    names = {name: name.partition(f".{KV_SCORER}.")[2] for name in weights}
+    return {own: weights.pop(name) for name, own in names.items() if own} or None
+
+
+def save_kv_scorer(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the weights of a scorer into a folder."""
+    plain = {name: value.detach().contiguous().cpu() for name, value in weights.items()}
+    save_file(plain, folder / KV_SCORER_FILE)
 
 
 def read_kv_scorer(folder: str | Path) -> dict[str, Tensor] | None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lit_rlkv.config import ConfigError
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.kv_scorer import KV_SCORER, kv_scorer_of, save_kv_scorer
+from lit_rlkv.models.kv_scorer import save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import stream
@@ -38,12 +38,14 @@ def export_policy(
     *,
     dtype: torch.dtype | None,
     with_heads: bool,
+    scorer: Mapping[str, Tensor] | None = None,
 ) -> Exported:
     """Write model, tokenizer and generation config into a folder, and adapters and heads if there are any.
 
     Args:
         start: path or hub name of the base model, into whose weights the adapter is merged.
         dtype: dtype of the merged weights; None: the policy's.
+        scorer: weights of the scorer of a trained eviction policy; None without one.
 
     Raises:
         ConfigError: the merged model differs from the policy, or from the files written.
@@ -65,7 +67,6 @@ def export_policy(
     merged.save_pretrained(folder)
     check_written(merged, folder)
     tokenizer.save_pretrained(folder)
-    scorer = kv_scorer_of(policy)
     if scorer is not None:
         save_kv_scorer(scorer, folder)
     heads = save_heads(roles, folder / HEADS) if with_heads else ()
@@ -88,8 +89,7 @@ def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | Non
     # Load in the policy's dtype first: its adapter was trained on weights rounded to it.
     plain = plain_model(start, policy.dtype).to(wide)  # type: ignore[arg-type]
     if adapter is None:
-        weights = policy.state_dict()
-        plain.load_state_dict({k: v for k, v in weights.items() if not k.startswith(f"{KV_SCORER}.")})
+        plain.load_state_dict(policy.state_dict())
         return plain
     merged: PreTrainedModel = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
     return merged.eval()
