@@ -183,7 +183,7 @@ class EvictionConfig:
     weight: Number = option(
         1.0, "weight of the policy gradient of the evictions; 0: the scorer stays as it is", least=0
     )
-    lr_scale: Number = option(10.0, "learning rate of the scorer, relative to the policy's", above=0)
+    lr_scale: Number = option(30.0, "learning rate of the scorer, relative to the policy's", above=0)
     clip: Number = option(0.2, "bound of the change of each decision's probability ratio", above=0, below=1)
     kl_coef: Number = option(0.0, "coefficient of the KL to uniform eviction; 0: none", least=0)
 
