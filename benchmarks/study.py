@@ -19,6 +19,7 @@ from pathlib import Path
 import command_line
 import record
 from study_parts import measured, overlap, plan, plot, runs, tables
+from study_parts.evictions import eviction_table, evictions
 from study_parts.plan import Setting
 
 
@@ -45,6 +46,8 @@ def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
         return plan.rates()
     if block == "clock":
         return plan.clock(measured.seconds_of)
+    if block == "evictions":
+        return [*evictions()]
     return plan.BLOCKS[block](rate)
 
 
@@ -112,8 +115,11 @@ def report(done: dict[str, dict]) -> str:
         list(runs.finished(name).values()) for name in (measured.VARIANCE, measured.EXPOSURE)
     )
     found = tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
-    rows = rows_of(settings_of("overlap", done), done)
-    return f"{found}\n\n## Overlap\n\n{overlap.table(rows)}" if rows else found
+    if rows := rows_of(settings_of("overlap", done), done):
+        found += f"\n\n## Overlap\n\n{overlap.table(rows)}"
+    if learned := rows_of(evictions(), done):
+        found += f"\n\n## Learned evictions\n\n{eviction_table(learned)}"
+    return found
 
 
 def draw(done: dict[str, dict]) -> None:
@@ -139,7 +145,7 @@ def describe(row: dict) -> str:
 
 def main() -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock"])
+    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock", "evictions"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))

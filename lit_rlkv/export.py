@@ -35,6 +35,8 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
     import torch
     from huggingface_hub import HfApi
 
+    from lit_rlkv.kvcache.policies import DENSE, UNTRAINED
+    from lit_rlkv.models.kv_scorer import read_kv_scorer, split_kv_scorer
     from lit_rlkv.models.layouts import CRITICS, LAYOUTS
     from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
@@ -43,7 +45,12 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
 
     run = find_run(Path(asked.ckpt).expanduser())
     # It evicts nothing, so a policy of the user's own needs no trust; the model card names it.
-    policy, run.cfg.cache.policy = run.cfg.cache.policy, "random"
+    before = run.cfg.cache, run.cfg.algorithm
+    run.cfg.cache, run.cfg.algorithm = ({**group} for group in before)
+    run.cfg.cache.policy, run.cfg.cache.policy_options, run.cfg.algorithm.eviction = "random", {}, {}
+    scorer = split_kv_scorer(run.weights)
+    if scorer is None and before[0].policy not in (DENSE, *UNTRAINED):
+        scorer = read_kv_scorer(run.start)  # which this run did not train
     check_targets(run.cfg)
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
@@ -65,11 +72,17 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
             "its own, all of it trained, and export writes the policy alone; leave heads out"
         )
     context, module = open_run(run, cfg)
-    run.cfg.cache.policy = policy
+    run.cfg.cache, run.cfg.algorithm = before
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
         exported = export_policy(
-            module.roles, context.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
+            module.roles,
+            context.tokenizer,
+            run.start,
+            partial,
+            dtype=dtype,
+            with_heads=asked.heads,
+            scorer=scorer,
         )
         (partial / "README.md").write_text(model_card(run, exported), encoding="utf-8")
         manifest = _manifest(run) | asdict(exported) | {"files": [*_files(partial)]}

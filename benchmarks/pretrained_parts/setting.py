@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import POLICIES
+from lit_rlkv.kvcache.policies import UNTRAINED
 
 NAME = "pretrained"
 DENSE = "dense"
@@ -17,7 +17,7 @@ class Sizes:
     """Everything that decides how long a run takes."""
 
     budgets: tuple[int, ...] = (32, 64, 128, 256)
-    policies: tuple[str, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = UNTRAINED
     prompts: tuple[int, ...] = (16, 16, 8)
     """Prompts of a chunk, for each of `KINDS`."""
     answer_tokens: int = 16

@@ -40,7 +40,7 @@ class CacheConfig:
 
     policy: str = option(
         "random",
-        "streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random dense, or "
+        "streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random learned dense, or "
         "mypackage.policies.MyPolicy",
     )
     policy_options: Node = option({}, "arguments of the policy's constructor")
@@ -200,6 +200,18 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvictionConfig:
+    """Evictions as actions of a policy with parameters, trained beside the tokens; cache.policy=learned."""
+
+    weight: Number = option(
+        1.0, "weight of the policy gradient of the evictions; 0: the scorer stays as it is", least=0
+    )
+    lr_scale: Number = option(30.0, "learning rate of the scorer, relative to the policy's", above=0)
+    clip: Number = option(0.2, "bound of the change of each decision's probability ratio", above=0, below=1)
+    kl_coef: Number = option(0.0, "coefficient of the KL to uniform eviction; 0: none", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Keys that all algorithms share."""
 
@@ -231,6 +243,7 @@ class AlgorithmConfig:
     lr_schedule: Literal["linear", "constant"] = option("linear", "linear falls to 0 at the last iteration")
     kl: KLConfig = group(KLConfig)
     reference_sync: ReferenceSyncConfig = group(ReferenceSyncConfig)
+    eviction: EvictionConfig = group(EvictionConfig)
     aggregation: Literal["token", "sequence", "constant"] = option(
         "token", "how token losses become one: mean of tokens, of responses, or over a constant length"
     )

@@ -31,7 +31,9 @@ from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import encode_problems, generate_options, joined
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.eviction_logps import count_decisions
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
@@ -71,6 +73,7 @@ class RolloutDataModule(L.LightningDataModule):
             into minibatches, and with the function that splits it into parts; see `RLCallback`.
         ranks: the processes that share the responses of an iteration.
         tokens_per_pass: most tokens in one forward of scoring and update, padding included.
+        trains_evictions: True if the module learns from the evictions, which are then counted.
     """
 
     def __init__(
@@ -96,13 +99,15 @@ class RolloutDataModule(L.LightningDataModule):
         tokens_per_pass: int = TOKENS_PER_PASS,
         target_overlap: float | int | None = None,
         budget_bounds: Sequence[int] | None = None,
+        trains_evictions: bool = False,
     ) -> None:
         super().__init__()
         self.roles = roles
         self.tokenizer = tokenizer
         self.task = task
         self.source = source
-        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache
+        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache.for_rollouts
+        self.trains_evictions = trains_evictions
         bounds = None if target_overlap is None else budget_bounds
         self.budget = BudgetController(sampler_cache, target_overlap, bounds)
         self.correction = correction
@@ -255,7 +260,13 @@ class RolloutDataModule(L.LightningDataModule):
             budget=self.budget.controlled,
             n_rounds=1 if self.algorithm.resample > 0 else None,
             curriculum=self._update_curriculum(problems[::group_size], rewards),
+            n_decisions=self._n_decisions(rollout),
         )
+
+    def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
+        backbone = self.roles.backbone("policy")
+        scorer = kv_scorer_of(backbone) if self.trains_evictions else None
+        return None if scorer is None else count_decisions(rollout, backbone, scorer, self.cache)
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""

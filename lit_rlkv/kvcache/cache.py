@@ -1,13 +1,13 @@
 """SlotCache: a pool of slots per layer, compacted in place, with a record of all evictions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
@@ -66,6 +66,10 @@ class SlotCache(Cache):
         n_prompt: columns of the longest prompt, which all prompts end at; for caches that protect them.
         n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
         kinds: kind of each layer; None: all attend to all keys.
+        scorer: what a trained policy has made for the model.
+
+    Raises:
+        ValueError: a trained policy has no scorer.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class SlotCache(Cache):
         n_splits: int | None = None,
         n_slots: int | None = None,
         kinds: Sequence[LayerKind] | None = None,
+        scorer: nn.Module | None = None,
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
@@ -123,6 +128,14 @@ class SlotCache(Cache):
             in_profile = (layer for layer in self.slot_layers if layer.kind.in_profile)
             for number, layer in enumerate(in_profile, start=1):
                 layer.group = number
+        if self.policy is not None and self.policy.is_trained:
+            if scorer is None:
+                raise ValueError(
+                    f"cache.policy={spec.policy_name} needs the scorer that RL trains, and this model has "
+                    "none; give it one by lit_rlkv.models.kv_scorer.load_kv_scorer, or use another policy"
+                )
+            for number, layer in enumerate(self.slot_layers):
+                layer.scorer = cast("Callable[[int], Callable[..., Tensor]]", scorer.layer)(number)
         self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
 

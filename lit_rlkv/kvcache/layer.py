@@ -1,6 +1,7 @@
 """SlotLayer: one layer of the evicting cache, with its pool of slots and the inputs of its policy."""
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,8 @@ class SlotLayer(CacheLayerMixin):
         self.group = 0
         """Number of the group of layers whose budget this one has."""
         self.scaling = 1.0
+        self.scorer: Callable[..., Tensor] | None = None
+        """Scores the keys for a trained policy."""
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.filled_by: Feed | None = None
         self.evicted_at: Int[Tensor, "row kv_head seq"]
@@ -404,6 +407,8 @@ class SlotLayer(CacheLayerMixin):
             scaling=self.scaling,
             generator=self.cache.generator,
             is_due=is_due,
+            now=newest + 1,
+            scorer=self.scorer,
         )
         if policy is not None and policy.tracks_attention == "renewed" and attention is not None:
             attention.copy_(torch.where(is_due[:, None, None], policy.renew(view), attention))

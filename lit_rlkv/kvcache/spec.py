@@ -1,11 +1,11 @@
 """CacheSpec: size and eviction policy of a KV cache."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_rlkv.checks import Range
-from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
+from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
 
 PYRAMID, BETA = "pyramid", 20
 """Profile of PyramidKV (arXiv:2406.02069): the last layer chooses 1 / BETA of the mean number of keys."""
@@ -113,6 +113,19 @@ class CacheSpec:
             return self.policy.rpartition(".")[2]
         return (self.policy if isinstance(self.policy, type) else type(self.policy)).__name__
 
+    @property
+    def is_trained(self) -> bool:
+        """True if the policy has parameters, in the `kv_scorer` of a backbone."""
+        policy = self.make_policy()
+        return policy is not None and policy.is_trained
+
+    @property
+    def for_rollouts(self) -> "CacheSpec":
+        """The cache of RL's rollouts: a trained policy draws its survivors there."""
+        if not self.is_trained or isinstance(self.policy, Policy):
+            return self
+        return replace(self, policy_options={**self.policy_options, "samples": True})
+
     def n_slots(self, seq_len: int, n_prompt: int = 0, budget: int | None = None) -> int:
         """Return the slots per sequence, layer and KV head.
 
@@ -160,7 +173,7 @@ class CacheSpec:
                 f"cache.policy must be one of {', '.join((DENSE, *POLICIES))}, or a policy of your own, "
                 f"got {self.policy!r}; choose one"
             )
-        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *POLICIES)
+        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *UNTRAINED)
         if takes_none and self.policy_options:
             raise ValueError(
                 f"policy_options={self.policy_options} have no effect on {self.policy_name}; leave them out"

@@ -15,7 +15,7 @@ from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
-from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
+from lit_rlkv.config.schema import AlgorithmConfig, EvictionConfig, RewardConfig
 from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
@@ -95,6 +95,7 @@ def build_and_check(config: Config) -> CheckedConfig:
         caches_to_evaluate(checked.parts.cache, config.evaluation.budgets)
     _check_algorithm(checked)
     _check_budget_control(checked)
+    _check_evictions(checked)
     _check_minibatches(checked)
     _check_verifier(checked)
     _check_curriculum(checked)
@@ -260,6 +261,26 @@ def _check_budget_control(cfg: CheckedConfig) -> None:
         or (is_measured and not cfg.parts.correction.samples_dense and not cfg.parts.cache.is_dense),
         f"cache.target_overlap={target} needs an evicting cache in the rollouts, and diagnostics.mismatch, "
         "which measures the overlap; set it to null, or choose others",
+    )
+
+
+def _check_evictions(cfg: CheckedConfig) -> None:
+    """Check that a trained eviction policy can be trained, and that other policies are not asked to be."""
+    eviction, cache, correction = cfg.algorithm.eviction, cfg.parts.cache, cfg.parts.correction
+    require(
+        cache.is_trained or eviction == EvictionConfig(),
+        f"algorithm.eviction trains the scorer of cache.policy=learned, and {cache.policy_name} has none; "
+        "leave its keys out, or use cache.policy=learned",
+    )
+    require(
+        not cache.is_trained or eviction.weight == 0 or (correction.replays and not correction.samples_dense),
+        f"algorithm.eviction.weight={eviction.weight} learns from evictions that the learner replays, and "
+        "this correction has none; use correction=shadow, or algorithm.eviction.weight=0",
+    )
+    require(
+        not cache.is_trained or cfg.sft.on_policy_pairs.n_prompts == 0,
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} samples under cache.policy="
+        f"{cache.policy_name}, whose scorer is made after SFT; use 0, or another policy",
     )
 
 

@@ -75,6 +75,7 @@ def train_policy(
         ),
         target_overlap=cfg.cache.target_overlap,
         budget_bounds=cfg.cache.budget_bounds,
+        trains_evictions=module.evictions is not None,
     )
     for callback in callbacks:
         if isinstance(callback, RowsDiagnostic):

@@ -11,7 +11,8 @@ from torch import Tensor
 from lit_rlkv import generate, replay_logps
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.memory_needs import rollout_needs
-from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
+from lit_rlkv.kvcache import CacheSpec, SlotCache
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import layer_kinds
 from lit_rlkv.types import NEVER, Rollout
@@ -27,7 +28,7 @@ TOLERANCE = 1e-4
 LENS = (14, 9, 4, 1)
 INTERVAL, BUDGETS = 3, (13, 5, 6)
 SPEC = CacheSpec("snapkv", budget=8, interval=INTERVAL, sink=1, window=3, budget_profile=BUDGETS)
-EVERY_POLICY = short_tier(sorted(POLICIES), ["h2o", "random", "snapkv", "vase"])
+EVERY_POLICY = short_tier(sorted(UNTRAINED), ["h2o", "random", "snapkv", "vase"])
 
 
 def run(spec: CacheSpec = SPEC, **changes: Any) -> Rollout:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.types import NEVER
 from tests.kvcache import published
 
@@ -21,7 +22,7 @@ SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 SCALING = DIM**-0.5
 SOFTCAP = 1.0
 """Logits here have a standard deviation of 2, so it bends most of them."""
-DETERMINISTIC = sorted(name for name, policy in POLICIES.items() if not policy.draws)
+DETERMINISTIC = sorted(name for name in UNTRAINED if not POLICIES[name].draws)
 
 
 def random_states(seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:

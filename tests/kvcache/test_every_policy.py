@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.kvcache.policies import Policy, SlotView
+from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 8
 SCALING = DIM**-0.5
@@ -51,7 +52,9 @@ class Journal:
         is_prompt = torch.arange(width) >= width - torch.tensor(LENS)[:, None]
         name = policy if isinstance(policy, str) else "streaming"
         spec, n_rows = CacheSpec(policy=name, **SPEC), len(LENS)
-        cache = SlotCache(spec, 1, n_rows, width + N_STEPS, torch.device("cpu"), generator)
+        scorer = KVScorer([KVShape(KV_HEADS, DIM, DIM)], hidden=4).requires_grad_(False)
+        torch.nn.init.normal_(scorer.layer(0).out)
+        cache = SlotCache(spec, 1, n_rows, width + N_STEPS, torch.device("cpu"), generator, scorer=scorer)
         assert cache.policy is not None
         self.policy = Watched(cache.policy if isinstance(policy, str) else policy)
         cache.policy = self.policy
