@@ -1,6 +1,7 @@
 """Load the backbones of a run, shard them, and build the roles and the RL module."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
+from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
-from lit_rlkv.models.backbone import hidden_states, n_embeddings, token_positions
+from lit_rlkv.models.backbone import hidden_states, layer_kinds, n_embeddings, token_positions
 from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of, read_kv_scorer
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
@@ -77,7 +79,25 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
             routers_of(backbone)
         if context.cfg.rollout.prefill_chunk is not None:
             check_chunks(backbone)
+        check_budget_profile(context.cfg, backbone)
         return backbone
+
+
+def check_budget_profile(cfg: CheckedConfig, backbone: PreTrainedModel) -> None:
+    """Check that the cache's budget profile is of this model's layers, at every budget of the run.
+
+    Raises:
+        ValueError: it is not, or leaves a layer too few keys.
+    """
+    cache = cfg.parts.cache
+    if cache.budget_profile is None:
+        return
+    budgets = {cache.budget, *cfg.evaluation.budgets}
+    if cfg.cache.target_overlap is not None:
+        budgets |= {*BudgetController(cache, cfg.cache.target_overlap, cfg.cache.budget_bounds).bounds}
+    n_layers = sum(kind.in_profile for kind in layer_kinds(backbone))
+    for budget in sorted(budgets):
+        replace(cache, budget=budget).layer_budgets(n_layers)
 
 
 def shard(context: RunContext, backbone: PreTrainedModel) -> None:
