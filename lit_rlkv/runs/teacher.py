@@ -51,7 +51,8 @@ def _policy_vocabulary(context: RunContext) -> int:
     path = pretrained_path(context.cfg.model.path, context.cfg.runs_dir)
     if path is None:
         return len(context.tokenizer)
-    return int(AutoConfig.from_pretrained(path).get_text_config(decoder=True).vocab_size)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def _check_vocabulary(teacher: PreTrainedModel, n_tokens: int, path: str) -> None:
