@@ -55,9 +55,16 @@ COMMON = (
 
 
 MISMATCH = "{_target_: lit_rlkv.callbacks.mismatch.DenseMismatch, every: 10, n_rows: 64}"
-OVERLAP_RATE, OVERLAP_ITERATIONS = 1e-3, 30
-OVERLAP_CACHES = {"random": (14, 16, 18), "snapkv": (16, 17, 18)}
-"""Budgets by policy; their overlaps lie on both sides of 0.86 at the start."""
+OVERLAP_ITERATIONS, HIGH_RATE = 30, 1e-3
+OVERLAP_CACHES = (
+    ("random", 14),
+    ("random", 18),
+    ("snapkv", 16),
+    ("snapkv", 18),
+    ("random", 16),
+    ("snapkv", 17),
+)
+"""Policies and budgets; their overlaps lie on both sides of 0.86 at the start."""
 
 
 @dataclass(frozen=True)
@@ -197,23 +204,23 @@ def pretrained(_: Rates) -> list[Setting]:
 
 
 def overlap(_: Rates) -> list[Setting]:
-    """Return runs with and without replay over the overlap with the dense policy, without the anchor."""
-    return [
-        Setting(
-            arm,
-            False,
-            seed,
-            OVERLAP_RATE,
-            policy=policy,
-            budget=budget,
-            n_iterations=OVERLAP_ITERATIONS,
-            measures_overlap=True,
-        )
-        for seed in FEW_SEEDS
-        for policy, budgets in OVERLAP_CACHES.items()
-        for budget in budgets
+    """Return runs with and without replay over the overlap with the dense policy, and a dense control."""
+    return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE)]
+
+
+def overlap_high(_: Rates) -> list[Setting]:
+    """Return the same at a rate that lets the reward fall, for one seed."""
+    return _by_overlap(0, HIGH_RATE)
+
+
+def _by_overlap(seed: int, lr: float) -> list[Setting]:
+    control = Setting("dense", False, seed, lr, n_iterations=OVERLAP_ITERATIONS, measures_overlap=True)
+    caches = [
+        replace(control, arm=arm, policy=policy, budget=budget)
+        for policy, budget in OVERLAP_CACHES
         for arm in ("naive", "shadow")
     ]
+    return [control, *caches]
 
 
 def clock(seconds: Callable[[Setting], float]) -> list[Setting]:
@@ -250,5 +257,6 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "longer": longer,
     "pretrained": pretrained,
     "overlap": overlap,
+    "overlap_high": overlap_high,
 }
 """In the order in which they are run; `rates` comes before them, `clock` after them."""
