@@ -31,7 +31,8 @@ class EvictionSetting(Setting):
 
     @property
     def folder(self) -> str:
-        return f"evictions-{self.task}-{self.kind.replace(',', '').replace(' ', '_')}-{self.n_iterations}-{self.seed}"
+        kind = self.kind.replace(",", "").replace(" ", "_")
+        return f"evictions-{self.task}-{kind}-{self.n_iterations}-{self.seed}"
 
     @property
     def overrides(self) -> list[str]:
