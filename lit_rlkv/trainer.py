@@ -228,6 +228,8 @@ class Learner:
             for parameter in idle(self._learners):
                 parameter.grad = None
         self._learners = set()
+        if self.is_sharded:
+            average_whole_gradients(self.module)
         self.sums.add(self._watched_norms())
         norm = self._clip()
         scaler = getattr(self.precision, "scaler", None)
@@ -245,7 +247,6 @@ class Learner:
     def _clip(self) -> Tensor:
         """Clip the gradients and return their global norm before clipping."""
         if self.is_sharded:
-            average_whole_gradients(self.module)
             return clip_gradients(self.module, self.max_grad_norm)
         norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False

@@ -37,6 +37,7 @@ RUNS = {
         "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.1}",
     ],
     "online_dpo": ["experiment=online_dpo_smd"],
+    "learned": ["experiment=shadow", "cache.policy=learned", "diagnostics=none"],
 }
 
 

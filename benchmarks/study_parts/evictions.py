@@ -31,28 +31,35 @@ class EvictionSetting(Setting):
 
     @property
     def folder(self) -> str:
-        return f"evictions-{self.task}-{self.kind.replace(' ', '_')}-{self.n_iterations}-{self.seed}"
+        kind = self.kind.replace(",", "").replace(" ", "_")
+        return f"evictions-{self.task}-{kind}-{self.n_iterations}-{self.seed}"
 
     @property
     def overrides(self) -> list[str]:
         protects = ["cache.protect_prompt=true"] if self.kind == PROTECTED else []
         alone = ["algorithm.policy_weight=0"] if self.kind == ALONE else []
-        return [*super().overrides, *protects, *alone]
+        draws = ["+cache.policy_options.samples=true"] if self.kind in DRAWN else []
+        one_start = ["sft.seed=0"] if self.task == "recall" else []
+        return [*super().overrides, *protects, *alone, *draws, *one_start]
 
 
-PROTECTED, ALONE = "random after the prompt", "learned evictions alone"
+LEARNED, ALONE, HIGHEST = "learned", "learned, alone", "learned, highest kept"
+PROTECTED = "random after the prompt"
+DRAWN = (LEARNED, ALONE)
+"""Kinds whose evaluations draw the survivors as rollouts do; HIGHEST differs from LEARNED in that alone."""
 KINDS = {
-    "learned": "learned",
+    LEARNED: "learned",
     ALONE: "learned",
+    HIGHEST: "learned",
     "random": "random",
     "snapkv": "snapkv",
     PROTECTED: "random",
 }
-"""The policy of each kind of run; in the second the policy of the tokens stays as it is."""
+"""The eviction policy of each kind of run; in ALONE the policy of the tokens stays as it is."""
 
 
 def evictions() -> list[EvictionSetting]:
-    """Return all runs, seed by seed."""
+    """Return all runs, seed by seed; on recall all seeds start from one SFT model, which takes long."""
     return [
         EvictionSetting(
             arm="shadow",
@@ -68,6 +75,7 @@ def evictions() -> list[EvictionSetting]:
         for seed in FEW_SEEDS
         for task in PROMPT
         for kind, policy in KINDS.items()
+        if task != "recall" or kind not in (ALONE, HIGHEST)
     ]
 
 

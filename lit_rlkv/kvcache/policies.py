@@ -100,7 +100,7 @@ class Policy(ABC):
         raise NotImplementedError(f'{type(self).__name__}.renew is needed for tracks_attention = "renewed"')
 
     def make_scorer(self, shapes: Sequence[KVShape]) -> nn.Module:
-        """Return a module with a `layer(number)` for each layer of `shapes`, called as `LayerScorer` is."""
+        """Return a module whose `layer(number)` is, for each layer of `shapes`, like a `LayerScorer`."""
         raise NotImplementedError(f"{type(self).__name__}.make_scorer is needed for is_trained = True")
 
 
