@@ -56,14 +56,8 @@ COMMON = (
 
 MISMATCH = "{_target_: lit_rlkv.callbacks.mismatch.DenseMismatch, every: 10, n_rows: 64}"
 OVERLAP_ITERATIONS, HIGH_RATE = 30, 1e-3
-OVERLAP_CACHES = (
-    ("random", 14),
-    ("random", 18),
-    ("snapkv", 16),
-    ("snapkv", 18),
-    ("random", 16),
-    ("snapkv", 17),
-)
+OVERLAP_CACHES = (("random", 14), ("random", 18), ("snapkv", 16), ("snapkv", 18))
+MORE_CACHES = (("random", 16), ("snapkv", 17))
 """Policies and budgets; their overlaps lie on both sides of 0.86 at the start."""
 
 
@@ -205,22 +199,26 @@ def pretrained(_: Rates) -> list[Setting]:
 
 def overlap(_: Rates) -> list[Setting]:
     """Return runs with and without replay over the overlap with the dense policy, and a dense control."""
-    return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE)]
+    return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE, OVERLAP_CACHES)]
+
+
+def overlap_more(_: Rates) -> list[Setting]:
+    """Return the same with the budgets between those."""
+    return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE, MORE_CACHES)[1:]]
 
 
 def overlap_high(_: Rates) -> list[Setting]:
-    """Return the same at a rate that lets the reward fall, for one seed."""
-    return _by_overlap(0, HIGH_RATE)
+    """Return all of these at a rate that lets the reward fall, for one seed."""
+    return _by_overlap(0, HIGH_RATE, (*OVERLAP_CACHES, *MORE_CACHES))
 
 
-def _by_overlap(seed: int, lr: float) -> list[Setting]:
+def _by_overlap(seed: int, lr: float, caches: Iterable[tuple[str, int]]) -> list[Setting]:
     control = Setting("dense", False, seed, lr, n_iterations=OVERLAP_ITERATIONS, measures_overlap=True)
-    caches = [
-        replace(control, arm=arm, policy=policy, budget=budget)
-        for policy, budget in OVERLAP_CACHES
-        for arm in ("naive", "shadow")
+    pairs = [(arm, policy, budget) for policy, budget in caches for arm in ("naive", "shadow")]
+    return [
+        control,
+        *(replace(control, arm=arm, policy=policy, budget=budget) for arm, policy, budget in pairs),
     ]
-    return [control, *caches]
 
 
 def clock(seconds: Callable[[Setting], float]) -> list[Setting]:
@@ -258,5 +256,6 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "pretrained": pretrained,
     "overlap": overlap,
     "overlap_high": overlap_high,
+    "overlap_more": overlap_more,
 }
 """In the order in which they are run; `rates` comes before them, `clock` after them."""
