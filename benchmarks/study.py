@@ -108,6 +108,12 @@ def rows_of(settings: Iterable[Setting], done: dict[str, dict]) -> list[dict]:
     return [row for setting in settings if (row := done.get(runs.key(setting.overrides)))]
 
 
+def overlap_rows(done: dict[str, dict]) -> list[dict]:
+    """Return the rows of the blocks of the overlap."""
+    blocks = ("overlap", "overlap_more", "overlap_high")
+    return rows_of([setting for block in blocks for setting in settings_of(block, done)], done)
+
+
 def report(done: dict[str, dict]) -> str:
     """Return every table."""
     tuning = rows_of(settings_of("rates", done), done)
@@ -115,7 +121,7 @@ def report(done: dict[str, dict]) -> str:
         list(runs.finished(name).values()) for name in (measured.VARIANCE, measured.EXPOSURE)
     )
     found = tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
-    if rows := rows_of(settings_of("overlap", done), done):
+    if rows := overlap_rows(done):
         found += f"\n\n## Overlap\n\n{overlap.table(rows)}"
     if learned := rows_of(evictions(), done):
         found += f"\n\n## Learned evictions\n\n{eviction_table(learned)}"
@@ -126,8 +132,8 @@ def draw(done: dict[str, dict]) -> None:
     """Draw the figures."""
     if arms := tables.by_arm(comparisons(done).get(SHOWN, ())):
         plot.draw(arms, FIGURES / "study.png")
-    if rows := rows_of(settings_of("overlap", done), done):
-        overlap.draw(rows, FIGURES / "overlap.png")
+    if rows := overlap_rows(done):
+        overlap.draw([row for row in rows if row["lr"] == plan.COMMON_RATE], FIGURES / "overlap.png")
 
 
 def describe(row: dict) -> str:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from lit_rlkv.reporting.tables import markdown_table
 
 THRESHOLD = 0.86
 """The 5th percentile from which rollouts under a small cache are said to be stable (arXiv:2606.08446)."""
-LABELS = {"naive": "no replay", "shadow": "replay"}
+LABELS = {"dense": "nothing evicted", "naive": "no replay", "shadow": "replay"}
 MARKERS = {"random": "o", "snapkv": "s"}
+SHADES = {"dense": COLORS["dense"], "naive": COLORS["naive"], "shadow": COLORS["smd"]}
 
 
 def overlap(row: Row) -> float:
@@ -31,19 +32,21 @@ def largest_drop(row: Row) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return means ± standard deviations over seeds by cache and arm."""
-    headings = ["cache", "arm", "overlap", "lowest"]
+    """Return means ± standard deviations over seeds by learning rate, cache and arm."""
+    headings = ["rate", "cache", "arm", "seeds", "overlap", "lowest"]
     headings += [f"gained {label}" for label in VIEWS.values()]
     headings += ["largest drop of the reward", "ended below their start"]
-    place = itemgetter("policy", "budget", "arm")
+    place = itemgetter("lr", "policy", "budget", "arm")
     body = []
-    for (policy, budget, arm), found in groupby(sorted(rows, key=place), place):
+    for (lr, policy, budget, arm), found in groupby(sorted(rows, key=place), place):
         mine = list(found)
         n_below = [sum(gained(row, view) < 0 for row in mine) for view in VIEWS]
         body.append(
             [
-                f"{policy} {budget}",
-                f"{LABELS[arm]}",
+                f"{lr:g}",
+                "dense" if arm == "dense" else f"{policy} {budget}",
+                LABELS[arm],
+                str(len(mine)),
                 mean_sd([overlap(row) for row in mine], 1, 2),
                 f"{min(min(row['overlap_p05']) for row in mine):.3f}",
                 *(mean_sd([gained(row, view) for row in mine]) for view in VIEWS),
@@ -56,25 +59,24 @@ def table(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the points that each run gained over its overlap."""
-    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
-    for axes, (view, label) in zip(figure.subplots(1, 2), VIEWS.items(), strict=True):
-        for arm in LABELS:
-            for policy, marker in MARKERS.items():
-                mine = [row for row in rows if (row["arm"], row["policy"]) == (arm, policy)]
-                points = [100 * gained(row, view) for row in mine]
-                axes.plot(
-                    [overlap(row) for row in mine],
-                    points,
-                    marker,
-                    color=COLORS[arm],
-                    alpha=0.8,
-                    label=f"{LABELS[arm]}, {policy}",
-                )
+    figure = Figure(figsize=(7.6, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, (view, label) in zip(panels, VIEWS.items(), strict=True):
+        for arm, policy in [("dense", "random"), *product(("naive", "shadow"), MARKERS)]:
+            mine = [row for row in rows if (row["arm"], row["policy"]) == (arm, policy)]
+            axes.plot(
+                [overlap(row) for row in mine],
+                [100 * gained(row, view) for row in mine],
+                "^" if arm == "dense" else MARKERS[policy],
+                color=SHADES[arm],
+                alpha=0.75,
+                label=LABELS[arm] if arm == "dense" else f"{LABELS[arm]}, {policy}",
+            )
         axes.axhline(0, color="#9aa1ad", lw=1, zorder=0)
         axes.axvline(THRESHOLD, color="#5f6673", ls="--", lw=1, zorder=0)
-        axes.text(THRESHOLD - 0.01, 0.02, f"{THRESHOLD} ", transform=axes.get_xaxis_transform(), ha="right")
-        axes.set(xlabel="Overlap, 5th percentile of the worst positions", ylabel=f"Points gained {label}")
-        axes.set_xlim(-0.03, 1.03)
+        axes.set(xlabel="Overlap, 5th percentile", ylabel=f"Points gained {label}", xlim=(-0.03, 1.03))
         axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, ncols=5, loc="outside upper center"
+    )
     figure.savefig(path, dpi=DPI)
