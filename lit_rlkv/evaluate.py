@@ -94,11 +94,11 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     )
     with as_config_errors("policies"):
         caches = caches_to_evaluate(cfg.parts.cache, cfg.evaluation.budgets, asked.policies)
-    trained = [cache.policy_name for cache in caches if cache.is_trained and not cfg.parts.cache.is_trained]
+    untrained = [one.policy_name for one in caches if one.is_trained and not cfg.parts.cache.is_trained]
     require(
-        not trained,
-        f"policies={show(asked.policies)}: this run has not trained a scorer for {', '.join(trained[:1])}; leave "
-        "it out",
+        not untrained,
+        f"policies={show(asked.policies)}: this run has trained no scorer for {', '.join(untrained[:1])}; "
+        "leave it out",
     )
     if asked.budgets and all(cache.is_dense for cache in caches):
         raise ConfigError(

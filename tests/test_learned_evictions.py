@@ -149,5 +149,5 @@ def test_an_evaluation_draws_no_survivors(runs: Path):
 
 def test_a_run_without_a_scorer_is_not_evaluated_with_one(runs: Path):
     run(runs, "random", "stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1")
-    with pytest.raises(ConfigError, match="this run has not trained a scorer for learned; leave it out"):
+    with pytest.raises(ConfigError, match="this run has trained no scorer for learned; leave it out"):
         evaluate(replace(scoring(runs / "random"), policies=("learned",)))
