@@ -229,7 +229,9 @@ class RewardConfig:
     )
     functions: Node = option({}, "more scores by name, each a _target_ of lit_rlkv.rewards with a weight")
     accuracy: str | None = option(
-        None, "the function that evaluations count right answers by; null: the task's own score"
+        None,
+        "the function that evaluations count right answers by, or `environment`; null: the task's own score, "
+        "or the reward of the environment where only that has a weight",
     )
     max_failed: Number = option(
         0.5, "share of an iteration's responses whose reward may fail before the run ends", least=0, most=1

@@ -23,6 +23,7 @@ from lit_rlkv.data.validation import (
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
+from lit_rlkv.experience.reward import OWN, accuracy_component
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
@@ -71,8 +72,9 @@ class RunContext:
 
     @property
     def accuracy(self) -> Accuracy:
-        """The function that decides in evaluations if a response is correct."""
-        return accuracy_of(self.task, self.rewards, self.cfg.reward.accuracy)
+        """The function that decides if a response is correct, unless an environment's reward does."""
+        name = accuracy_component(self.cfg.reward)
+        return accuracy_of(self.task, self.rewards, None if name in OWN else name)
 
 
 def pretrained_path(path: str | None, runs_dir: str) -> str | None:
