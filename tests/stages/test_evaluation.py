@@ -13,6 +13,7 @@ from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.trust import trusting
+from tests.environments.talkers import COUNTING
 from tests.whole_runs import config
 
 
@@ -47,16 +48,11 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
 
 
 def test_an_environment_that_alone_gives_the_reward_gives_the_score(tmp_path):
-    talk = [
-        "environment=custom",
-        "environment._target_=tests.environments.talkers.Counter",
-        "reward.environment=1",
-        "rollout.environment_timeout_s=null",
-    ]
-
     def accuracies(*overrides):
         with trusting(["tests"]):
-            parts = build_context(config(tmp_path, "stages=[sft,eval]", "sft.n_steps=5", *talk, *overrides))
+            parts = build_context(
+                config(tmp_path, "stages=[sft,eval]", "sft.n_steps=5", *COUNTING, *overrides)
+            )
             rows, _ = evaluate_policy(parts, make_policy(parts, run_sft(parts, [])).roles)
         return [row.accuracy for row in rows]
 
