@@ -1,7 +1,7 @@
 """Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
 
     python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
-    python benchmarks/study.py --report                     tables and figure of what has been run
+    python benchmarks/study.py --report                     tables and figures of what has been run
     python benchmarks/study.py --report --rows study_earlier   tables of runs before 2026-11-25, evicted later
 
 Runs what is missing in benchmarks/results/study.jsonl, block after block, and stops to start new runs when
@@ -77,9 +77,12 @@ COMPARISONS = {
     f"{MAIN_PLACE}, one rate, as long as smd takes": ("clock",),
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
-SHOWN = f"{MAIN_PLACE}, one rate"
-"""Blocks that the first table and the figure of docs/results/study.md show."""
-FIGURE = record.ROOT / "docs" / "results" / "pictures" / "study.png"
+FIGURES = {
+    f"{MAIN_PLACE}, one rate": "study.png",
+    f"products, budget {plan.BUDGETS['products']}, one rate": "study_tools.png",
+}
+"""Figures of docs/results/study.md, by the title of what they show."""
+PICTURES = record.ROOT / "docs" / "results" / "pictures"
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
@@ -90,7 +93,7 @@ def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
             found[title] = rows_of(
                 [setting for block in blocks for setting in settings_of(block, done)], done
             )
-    for block in ("tasks", "half_learned", "budgets", "policies", "pretrained"):
+    for block in ("tasks", "half_learned", "budgets", "policies", "pretrained", "tools", "more_tools"):
         for setting in settings_of(block, done):
             title = f"{setting.task}, budget {setting.budget}, one rate"
             if setting.policy != plan.MAIN_POLICY:
@@ -115,9 +118,10 @@ def report(done: dict[str, dict]) -> str:
 
 
 def draw(done: dict[str, dict]) -> None:
-    """Draw the figure."""
-    if arms := tables.by_arm(comparisons(done).get(SHOWN, ())):
-        plot.draw(arms, FIGURE)
+    """Draw the figures."""
+    for title, name in FIGURES.items():
+        if arms := tables.by_arm(comparisons(done).get(title, ())):
+            plot.draw(arms, PICTURES / name)
 
 
 def describe(row: dict) -> str:
