@@ -99,7 +99,7 @@ class RolloutConfig:
         above=0,
         most=86_400,
     )
-    environment_workers: int = option(8, "environments that are called at a time", least=1, most=4096)
+    environment_workers: int = option(64, "environments that are called at a time", least=1, most=4096)
     n_shards: int | None = option(
         None,
         "parts of the prompts with random numbers of their own; fixed, a run is the same on 1 to n_shards "

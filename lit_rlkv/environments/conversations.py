@@ -66,7 +66,8 @@ class EnvironmentPool:
             ValueError: a `reset` failed.
         """
         talk = self.begin(problems)
-        for place, error in talk.errors.items():
+        if talk.errors:
+            place, error = next(iter(talk.errors.items()))
             raise ValueError(
                 f"the environment's reset failed for {prompt_text(problems[place].prompt)!r:.200}: {error}"
             )
