@@ -22,8 +22,7 @@ def model():
 def test_one_response_stands_still_for_as_long_as_its_environment_sleeps(model, monkeypatch):
     monkeypatch.setattr(waiting, "N_ROWS", 1)
     monkeypatch.setattr(waiting, "MAX_TURNS", 2)
-    monkeypatch.setattr(waiting, "PAUSE_S", (0.1, 0.1))
-    slow = waiting.measure(model, "late", 1, 0)
+    slow = waiting.measure(model, (0.1, 0.1), 1, 0)
     n_answers = slow["turns_per_response"]
     assert 0.09 * n_answers < slow["waiting_s"] < slow["seconds"] - slow["forward_s"]
     at_once = waiting.measure(model, waiting.AT_ONCE, 1, 0)
