@@ -96,7 +96,7 @@ MISTAKES = [
     (["algorithm=ppo", "algorithm.advantage.lam=1.5"], "lam=1.5 is no discount"),
     (["algorithm.loss.clip_low=0"], "clip_low must be a number above 0, got 0"),
     (["reward.verifier=0"], "a reward needs a component with a weight, got verifier=0, learned=0"),
-    (["reward.accuracy=correct"], "accuracy must name one of the functions (none), got 'correct'"),
+    (["reward.accuracy=correct"], "accuracy must name one of the functions (none) or be environment"),
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
         ["+reward.functions.a={weight: 1}"],
@@ -309,6 +309,7 @@ MISTAKES = [
     ),
     (["+algorithm.loss.cliphigh=3"], "lit_rlkv.modules.grpo.GRPO: unexpected 'cliphigh'"),
     (["+correction.weight_fn.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),
+    (["reward.accuracy=environment"], "reward.accuracy=environment needs an environment"),
 ]
 
 
