@@ -1,6 +1,6 @@
 """Whole runs that train the scorer of their evictions: resumed, on two processes, exported, evaluated."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree, rmtree
 
@@ -145,3 +145,9 @@ def test_an_evaluation_draws_no_survivors(runs: Path):
     results = [evaluate(scoring(runs / "learned")) for _ in range(2)]
     assert [asdict(row) for row in results[0].rows] == [asdict(row) for row in results[1].rows]
     assert any("learned" in row.cache for row in results[0].rows)
+
+
+def test_a_run_without_a_scorer_is_not_evaluated_with_one(runs: Path):
+    run(runs, "random", "stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1")
+    with pytest.raises(ConfigError, match="this run has trained no scorer for learned; leave it out"):
+        evaluate(replace(scoring(runs / "random"), policies=("learned",)))
