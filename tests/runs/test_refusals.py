@@ -154,7 +154,7 @@ MISTAKES = [
         ["cache.target_overlap=0.86", "cache.policy=dense", "distillation=none"],
         "cache.target_overlap=0.86 needs an evicting",
     ),
-    (["cache.budget_bounds=[20,30]"], "cache.budget_bounds must be two budgets, the smaller one first"),
+    (["cache.budget_bounds=[20,30]"], "budget_bounds must be two budgets, the smaller one first"),
     (["cache.budget_bounds=[2,30]"], "budget must be at least sink + window + 1 = 5, got 2"),
     (
         ["fabric.tokens_per_pass=0"],
