@@ -184,6 +184,8 @@ class Rollout(TensorBatch):
     `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""
     temperature: float = 1.0
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
+    cache_dtype: str | None = None
+    """`CacheSpec.dtype` of the sampler's cache, whose rounding the replay repeats; None: it rounded nothing."""
 
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
         """Return rows with new columns, which must be consecutive; eviction times move along."""

@@ -51,6 +51,11 @@ class CacheConfig:
     protect_prompt: bool = option(
         False, "never evict keys of the prompt, and count only those after it in the budget"
     )
+    dtype: str | None = option(
+        None,
+        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner repeats; null: they stay "
+        "in the model's dtype",
+    )
     target_overlap: Number | None = option(
         None,
         "steer the budget so that the lowest kv/overlap_p05 of any position stays here, 0.86 for example, "

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
+from lit_rlkv.kernels.rounding import rounded_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
@@ -22,7 +23,7 @@ SORTING_BYTES = 26
 """Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
 SETTINGS = {
-    "KV cache": "cache.budget, cache.protect_prompt or, of a dense one, cache.policy and correction; "
+    "KV cache": "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and correction; "
     "rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "logits of a step": "rollout.max_rows",
@@ -63,7 +64,7 @@ def rollout_needs(
         if kind.attends
     )
     needs = {
-        "KV cache": 2 * n_slots * n_rows * n_heads * dim * itemsize,
+        "KV cache": 2 * n_slots * n_rows * n_heads * rounded_bytes(dim, cache.dtype, compute_dtype(model)),
         "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }

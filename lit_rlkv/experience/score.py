@@ -45,8 +45,8 @@ ENTROPY = "entropy"
 
 
 def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheSpec) -> bool:
-    """True if the critic has the shadow view; without evictions it has the policy's view."""
-    if correction.samples_dense or cache.is_dense:
+    """True if the critic has the shadow view; under an exact cache it has the policy's view."""
+    if correction.samples_dense or cache.is_exact:
         return correction.replays
     return roles.value_view == "shadow"
 
@@ -136,11 +136,12 @@ def _read(
 def _hidden(
     roles: Roles, rollout: Rollout, passes: set[ForwardPass], stacks_passes: bool
 ) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
-    by_backbone: dict[str, list[ForwardPass]] = defaultdict(list)
+    by_backbone: dict[tuple[str, str | None], list[ForwardPass]] = defaultdict(list)
     for one in sorted(passes, key=repr):
-        by_backbone[one.backbone].append(one)
+        # Attention rounds the keys of all rows of a batch or of none.
+        by_backbone[one.backbone, _rounding(rollout, one.shadow)].append(one)
     found: dict[ForwardPass, Tensor] = {}
-    for name, mine in by_backbone.items():
+    for (name, rounding), mine in by_backbone.items():
         backbone = roles.named_backbone(name)
         if stacks_passes and len(mine) > 1:
             found |= _stacked(backbone, rollout, mine)
@@ -155,6 +156,7 @@ def _hidden(
                     prompt_columns(rollout),
                     evicted_at,
                     expert_ids=rollout.expert_ids if one.replays_routing else None,
+                    rounding=rounding,
                 )
     return found
 
@@ -183,6 +185,7 @@ def _stacked(
             positions,
             evicted_at=evicted_at,
             expert_ids=_stacked_experts(rollout, passes),
+            rounding=_rounding(rollout, passes[0].shadow),
         )
     return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
 
@@ -192,6 +195,10 @@ def _stacked_experts(rollout: Rollout, passes: list[ForwardPass]) -> Tensor | No
     if ids is None:
         return None
     return torch.cat([ids if one.replays_routing else torch.full_like(ids, OWN_CHOICE) for one in passes])
+
+
+def _rounding(rollout: Rollout, shadow: bool) -> str | None:
+    return rollout.cache_dtype if shadow else None
 
 
 def _replay_table(rollout: Rollout, shadow: bool) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rlkv.checks import Range
+from lit_rlkv.kernels.rounding import ROUNDINGS, Rounding
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
 
 
@@ -27,10 +28,13 @@ class CacheSpec:
         protect_prompt: never evict a key of the prompt, and let `budget` count the keys after it alone. Each
             row then has `budget + interval` slots and one for each token of the longest prompt. Tokens that
             are given in the middle of a response are no prompt.
+        dtype: "int8", "fp8" or "int4": keys and values are rounded when they arrive, to codes with a scale for
+            each token and KV head, and everything reads the rounded ones; see `lit_rlkv.kernels.rounding`.
+            None: they stay in the dtype of the model.
 
     Raises:
         ValueError: the policy is unknown or does not take the options, a size is not an integer or too small,
-            the budget is below sink + window + 1, or `protect_prompt` is not a bool.
+            the budget is below sink + window + 1, `protect_prompt` is not a bool, or `dtype` is unknown.
     """
 
     policy: str | type[Policy] | Policy = "snapkv"
@@ -40,6 +44,7 @@ class CacheSpec:
     window: int = 16
     protect_prompt: bool = False
     policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    dtype: Rounding | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy_options", dict(self.policy_options or {}))
@@ -56,6 +61,11 @@ class CacheSpec:
             raise ValueError(
                 f"cache.protect_prompt must be true or false, got {self.protect_prompt!r}; choose one"
             )
+        if self.dtype is not None and self.dtype not in ROUNDINGS:
+            raise ValueError(
+                f"cache.dtype must be one of {', '.join(ROUNDINGS)}, or null for the model's own, got "
+                f"{self.dtype!r}; choose one"
+            )
 
     @classmethod
     def dense(cls) -> "CacheSpec":
@@ -68,12 +78,18 @@ class CacheSpec:
         return self.policy == DENSE
 
     @property
+    def is_exact(self) -> bool:
+        """True if every query sees all keys and values as they are, as in a dense learner."""
+        return self.is_dense and self.dtype is None
+
+    @property
     def label(self) -> str:
         """Name of this cache in tables and plots."""
+        dtype = "" if self.dtype is None else f" {self.dtype}"
         if self.is_dense:
-            return "dense"
+            return f"dense{dtype}"
         prompt = "prompt+" if self.protect_prompt else ""
-        return f"{self.policy_name} {prompt}{self.budget}+{self.interval}"
+        return f"{self.policy_name} {prompt}{self.budget}+{self.interval}{dtype}"
 
     @property
     def policy_name(self) -> str:

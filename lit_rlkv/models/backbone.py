@@ -159,7 +159,7 @@ def hidden_states(
         evicted_at: (learner) of the rows that attention runs on.
         slot_cache: (rollout) to write to and read from.
         expert_ids: experts that the routers take, as in a `Rollout`; None: they choose for themselves.
-        attention: passed on to the attention function, as `probe` and `flat`.
+        attention: passed on to the attention function, as `probe`, `flat` and `rounding`.
 
     Raises:
         ValueError: the model does not use our attention and would ignore these arguments; or the routing of
@@ -172,7 +172,7 @@ def hidden_states(
             "model through prepare_backbone first"
         )
     if evicted_at is not None:
-        attention |= replay_arguments(model, evicted_at)
+        attention |= replay_arguments(model, evicted_at, attention.get("rounding"))
     if slot_cache is not None:
         given = None if slot_cache.incoming is None else slot_cache.incoming.is_token
         masks = _masks(model, given, input_ids.device)
@@ -185,12 +185,14 @@ def hidden_states(
 
 
 def replay_arguments(
-    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"]
+    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"], rounding: str | None = None
 ) -> dict[str, Any]:
     """Return what a forward of the learner passes to the model, beside tokens and positions."""
     evicted_at = within_windows(model, evicted_at)
     masks = _masks(model, evicted_at[:, 0, 0] > 0, evicted_at.device)
     arguments = {"evicted_at": evicted_at, "attention_mask": masks, "table_rows": table_rows(model)}
+    if rounding is not None:
+        arguments["rounding"] = rounding
     if uses_triton(next(model.parameters())):
         arguments["plan"] = plan_slots(evicted_at)
     return arguments
@@ -239,6 +241,7 @@ def learner_states(
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
     is_read: Bool[Tensor, "batch seq"] | None = None,
     expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
+    rounding: str | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states of a batch under replay; each different token is computed once.
 
@@ -246,6 +249,7 @@ def learner_states(
         n_prompt: leading columns of each row with its prompt and the padding before it.
         is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
         expert_ids: see `hidden_states`.
+        rounding: see `attention_forward`.
 
     Raises:
         ValueError: see `check_deterministic`.
@@ -257,12 +261,13 @@ def learner_states(
     if not has_states(model):  # a state goes through its own row alone
         flat = flat_tokens(input_ids, is_token, n_prompt, within_windows(model, evicted_at), expert_ids)
     if flat is None:
-        return hidden_states(model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids)
+        return hidden_states(
+            model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids, rounding=rounding
+        )
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
     experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
-    return flat.spread(
-        hidden_states(model, tokens, places, evicted_at=evicted_at, expert_ids=experts, flat=flat)[0]
-    )
+    seen = {"evicted_at": evicted_at, "rounding": rounding}
+    return flat.spread(hidden_states(model, tokens, places, expert_ids=experts, flat=flat, **seen)[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

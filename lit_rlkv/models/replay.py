@@ -66,6 +66,7 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
         evicted_at[..., :-1],
         is_read=rollout.attention_mask[:, 1:],
         expert_ids=query_experts(rollout),
+        rounding=rollout.cache_dtype if shadow else None,
     )
     return hidden[rollout.response_mask[:, 1:]]
 
@@ -134,8 +135,8 @@ def replay_logps(
 ) -> Float[Tensor, "batch seq"]:
     """Return the log-probs of the rollout's response tokens in one forward; 0 outside `response_mask`.
 
-    Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, so with
-    the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
+    Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, rounded as
+    they were there (`cache_dtype`; gradients go straight through the rounding), so with the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
     all earlier tokens. Either way the distributions are over the tokens that the sampler chose from, and
     routers take the experts that the rollout recorded, if it did.
 

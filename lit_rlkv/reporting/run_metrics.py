@@ -54,7 +54,7 @@ FINAL_METRICS = (
 
 
 def final_metrics(
-    before: Sequence[EvalRow], after: Sequence[EvalRow], budget: int | None
+    before: Sequence[EvalRow], after: Sequence[EvalRow], cache: str
 ) -> dict[str, float]:
     """Return the results of the evaluation at the end of a run; empty if there was none.
 
@@ -63,11 +63,11 @@ def final_metrics(
     were measured.
 
     Args:
-        budget: budget of the run's own cache; None if it is dense.
+        cache: name of the run's own cache.
     """
     found: dict[str, float] = {}
-    for accuracy, under in (("eval/accuracy", budget), ("eval/dense_accuracy", None)):
-        row, earlier = (next((r for r in rows if r.budget == under), None) for rows in (after, before))
+    for accuracy, under in (("eval/accuracy", cache), ("eval/dense_accuracy", "dense")):
+        row, earlier = (next((r for r in rows if r.cache == under), None) for rows in (after, before))
         if row is None:
             continue
         found[accuracy] = row.accuracy

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.checks import Range, check_temperature, is_whole
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.decode_attention.launch import MAX_SPLITS
+from lit_rlkv.kernels.rounding import Rounding
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
@@ -159,7 +160,8 @@ def generate(
         callback.call()
     kv_bytes = decoder.kv.kv_bytes
     del decoder, callback  # frees the cache
-    return as_rollout(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes, temperature)
+    is_prompt = is_prompt.repeat_interleave(num_return_sequences, dim=0)
+    return as_rollout(rows, is_prompt, kv_bytes, temperature, cache.dtype)
 
 
 def _token_list(name: str, ids: Any) -> list[int]:
@@ -182,7 +184,11 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 
 
 def as_rollout(
-    rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int, temperature: float
+    rows: DecodedRows,
+    is_prompt: Bool[Tensor, "batch prompt"],
+    kv_bytes: int,
+    temperature: float,
+    cache_dtype: Rounding | None = None,
 ) -> Rollout:
     """Cut the unused columns, and drop evictions after the query that predicted a row's last token.
 
@@ -209,6 +215,7 @@ def as_rollout(
         sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
         expert_ids=rows.expert_ids,
         temperature=temperature,
+        cache_dtype=cache_dtype,
     )
 
 

@@ -33,6 +33,8 @@ class Layers:
     values: dict[int, Tensor] = field(default_factory=dict)
     probs: dict[int, Tensor] = field(default_factory=dict)
     scaling: float = 1.0
+    rounding: str | None = None
+    """`CacheSpec.dtype` of the rollout's cache."""
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[row, column, token]: logits / temperature after each column."""
 
@@ -56,6 +58,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
     n_groups = query.shape[1] // key.shape[1]
+    if layers.rounding is not None:
+        key, value = (x + (nearest(x.detach(), layers.rounding) - x).detach() for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = query @ key.repeat_interleave(n_groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
@@ -71,6 +75,26 @@ def attend(
     layers.scaling = scaling
     out = probs @ value.repeat_interleave(n_groups, 1)
     return out.transpose(1, 2).contiguous(), None
+
+
+def nearest(x: Tensor, rounding: str) -> Tensor:
+    """The nearest of the numbers that a code can stand for, found by a look at all 256 of them, or at 16."""
+    low, high = x.float().amin(-1, keepdim=True), x.float().amax(-1, keepdim=True)
+    if rounding == "int4":
+        zero = low.bfloat16().float()
+        scale = ((x.float() - zero).amax(-1, keepdim=True) / 15).bfloat16().float()
+        levels = torch.arange(16.0)
+    else:
+        zero = torch.zeros_like(low)
+        most = 127 if rounding == "int8" else 448
+        scale = (torch.maximum(-low, high) / most).bfloat16().float()
+        levels = torch.arange(-127.0, 128.0)
+        if rounding == "fp8":
+            levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+            levels = levels[levels.isfinite()]
+    position = (x.double() - zero) / scale
+    best = (position[..., None] - levels).abs().argmin(-1)
+    return (levels[best] * scale + zero).to(x.dtype)
 
 
 AttentionInterface.register(NAME, attend)
@@ -89,14 +113,14 @@ def log_probs(
     model: PreTrainedModel, rollout: Rollout, temperature: float, rows: Mapping[int, int] | None = None
 ) -> tuple[Tensor, Layers]:
     """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
-    layers = Layers(seen(rollout), rows)
+    layers = Layers(seen(rollout), rows, rounding=rollout.cache_dtype)
     model.set_attn_implementation(NAME)
     mask = rollout.attention_mask.long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(
         rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False, layers=layers
     ).logits
-    logits = logits[:, :-1].float() / temperature
+    logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     layers.logits = logits.detach()
     for row, column, kept in sets(rollout):
         dropped = [token for token in range(logits.shape[-1]) if token not in kept]

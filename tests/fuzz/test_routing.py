@@ -67,7 +67,7 @@ class Case(Sampling):
             sizes |= {"n_group": self.n_groups, "topk_group": min(2, self.n_groups)}
         if self.family not in ("mixtral", "granitemoe", "deepseek_v2"):
             sizes["norm_topk_prob"] = self.is_normalised
-        return build(CONFIG_MAPPING[self.family](**sizes))
+        return self.exact(build(CONFIG_MAPPING[self.family](**sizes)))
 
 
 @st.composite

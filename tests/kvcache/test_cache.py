@@ -291,7 +291,7 @@ def test_decoding_from_an_empty_cache_is_refused():
 def test_the_pools_are_freed_with_the_cache_not_at_the_next_garbage_collection():
     kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
     prefill_all(kv)
-    pool = weakref.ref(kv.slot_layers[0].keys)
+    pool = weakref.ref(kv.slot_layers[0].keys.parts[0])
     gc.disable()
     try:
         del kv

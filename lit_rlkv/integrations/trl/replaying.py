@@ -18,10 +18,10 @@ from trl.trainer.utils import get_config_model_id, pad
 
 from lit_rlkv.integrations.trl.batches import (
     causal_lm,
-    evictions,
     replaced_states,
     rollout_of,
     token_sets,
+    view_arguments,
 )
 from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
@@ -206,11 +206,11 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         """
         is_read = labels[:, 1:] != -100
         sets = token_sets(rollout, is_read)
-        evicted_at = evictions(rollout, attention_mask, shadow=self._replays)
+        view = view_arguments(rollout, attention_mask, shadow=self._replays)
         positions, expert_ids = token_positions(attention_mask), rollout.expert_ids
         backbone = causal_lm(self.accelerator.unwrap_model(model))
         tokens, flat = labels[:, 1:][is_read], None
-        arguments = replay_arguments(backbone, evicted_at)
+        arguments = replay_arguments(backbone, **view)
         if optional_setting(text_config(backbone), "output_router_logits"):
             options.setdefault("output_router_logits", False)  # where TRL drops the auxiliary loss
         if options.get("output_router_logits"):  # whose loss counts the tokens of the real mask

@@ -1,0 +1,99 @@
+"""Rounding of keys and values: codes of 8 or 4 bits, with one scale for each vector."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import BFloat16, Float, UInt8
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Rounding = Literal["int8", "fp8", "int4"]
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}
+SCALE_DTYPE = torch.bfloat16
+"""8 bits of precision: a code times a scale is exact in float32, so that all kernels agree on it bit by bit.
+It has the range of float32, and is the same in sampler and learner unless float error crosses one of its
+roundings, which happens to a vector more rarely than to one of its codes."""
+
+
+def quantise(
+    vectors: Float[Tensor, "*lead dim"], rounding: Rounding
+) -> tuple[UInt8[Tensor, "*lead byte"], BFloat16[Tensor, "*lead scale"]]:
+    """Return the codes of each vector as bytes, and its scale; with int4 also its zero point.
+
+    int8: round(x / scale), with scale = max |x| / 127
+    fp8: x / scale as an e4m3 float, with scale = max |x| / 448
+    int4: round((x - zero) / scale), with scale = (max x - min x) / 15 and zero = min x; byte j has number j in
+    its lower half and number j + dim/2 in its upper one
+
+    Raises:
+        ValueError: int4 is to put an odd number of codes in bytes.
+    """
+    wide, most = vectors.float(), LARGEST_CODE[rounding]
+    if rounding == "int4":
+        if vectors.shape[-1] % 2:
+            raise ValueError(
+                f"cache.dtype=int4 puts two codes in a byte, and heads have {vectors.shape[-1]} dimensions; "
+                "use int8 or fp8"
+            )
+        zero = wide.amin(-1, keepdim=True).to(SCALE_DTYPE)
+        wide = wide - zero
+        scale = (wide.amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
+        codes = _divided(wide, scale).round().clamp(0, most).to(torch.uint8)
+        low, high = codes.chunk(2, dim=-1)
+        return low | high << 4, torch.cat([scale, zero], dim=-1)
+    scale = (wide.abs().amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
+    codes = _divided(wide, scale)
+    if rounding == "int8":
+        codes = codes.round()
+    codes = codes.clamp(-most, most)
+    return codes.to(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def _divided(wide: Tensor, scale: Tensor) -> Tensor:
+    """Return wide / scale; anything finite where the scale is 0, which the codes are multiplied by."""
+    return wide / scale.float().masked_fill(scale == 0, 1.0)
+
+
+def dequantise(
+    codes: UInt8[Tensor, "*lead byte"],
+    scales: BFloat16[Tensor, "*lead scale"],
+    rounding: Rounding,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*lead dim"]:
+    """Return code · scale, with int4 + zero, in float32 and then in `dtype`."""
+    scale = scales[..., :1].float()
+    if rounding == "int4":
+        numbers = torch.cat([codes & 15, codes >> 4], dim=-1).float()
+        return (numbers * scale + scales[..., 1:].float()).to(dtype)
+    numbers = codes.view(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).float()
+    return (numbers * scale).to(dtype)
+
+
+def rounded(vectors: Float[Tensor, "*lead dim"], rounding: Rounding | None) -> Float[Tensor, "*lead dim"]:
+    """Return the vectors as a rounded cache gives them back; their gradient goes straight through."""
+    if rounding is None:
+        return vectors
+    out: Tensor = _Rounded.apply(vectors, rounding)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rounded(torch.autograd.Function):
+    """Not x + (r - x).detach(), which is not r in 16 bit."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, rounding: Rounding) -> Tensor:
+        return dequantise(*quantise(vectors, rounding), rounding, vectors.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream, None
+
+
+def rounded_bytes(dim: int, rounding: Rounding | None, dtype: torch.dtype) -> int:
+    """Return the bytes of a vector in a cache of this rounding, its scale included."""
+    if rounding is None:
+        return dim * dtype.itemsize
+    n_codes, n_scales = (dim // 2, 2) if rounding == "int4" else (dim, 1)
+    return n_codes + n_scales * SCALE_DTYPE.itemsize
