@@ -185,7 +185,7 @@ class Rollout(TensorBatch):
     temperature: float = 1.0
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
     cache_dtype: str | None = None
-    """`CacheSpec.dtype` of the sampler's cache, whose rounding the replay repeats; None: it rounded nothing."""
+    """`CacheSpec.dtype` of the sampler's cache, whose rounding the replay repeats; None: it has none."""
 
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
         """Return rows with new columns, which must be consecutive; eviction times move along."""

@@ -215,8 +215,8 @@ def _check_losses(cfg: Config) -> None:
         distillation is None
         or distillation.get("weight") == 0
         or not (is_exact or cfg.correction.get("samples_dense")),
-        "distillation needs an evicting or rounded cache in the rollouts: with a dense one both tracks are the "
-        "same; use distillation=none or distillation=anchor, or another correction, cache.policy or "
+        "distillation needs an evicting or rounded cache in the rollouts: with a dense one both tracks are "
+        "the same; use distillation=none or distillation=anchor, or another correction, cache.policy or "
         "cache.dtype",
     )
     weight_fn = _weight_function(cfg)

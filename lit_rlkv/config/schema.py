@@ -53,8 +53,8 @@ class CacheConfig:
     )
     dtype: str | None = option(
         None,
-        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner repeats; null: they stay "
-        "in the model's dtype",
+        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner repeats; null: they "
+        "stay in the model's dtype",
     )
     target_overlap: Number | None = option(
         None,

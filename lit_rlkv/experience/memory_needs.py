@@ -23,8 +23,8 @@ SORTING_BYTES = 26
 """Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
 SETTINGS = {
-    "KV cache": "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and correction; "
-    "rollout.max_rows",
+    "KV cache": "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
+    "correction; rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "logits of a step": "rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",

@@ -1,15 +1,14 @@
 """Rounding of keys and values: codes of 8 or 4 bits, with one scale for each vector."""
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import BFloat16, Float, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Rounding = Literal["int8", "fp8", "int4"]
-ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}
+ROUNDINGS = tuple(LARGEST_CODE)
 SCALE_DTYPE = torch.bfloat16
 """8 bits of precision: a code times a scale is exact in float32, so that all kernels agree on it bit by bit.
 It has the range of float32, and is the same in sampler and learner unless float error crosses one of its
@@ -17,14 +16,14 @@ roundings, which happens to a vector more rarely than to one of its codes."""
 
 
 def quantise(
-    vectors: Float[Tensor, "*lead dim"], rounding: Rounding
+    vectors: Float[Tensor, "*lead dim"], rounding: str
 ) -> tuple[UInt8[Tensor, "*lead byte"], BFloat16[Tensor, "*lead scale"]]:
     """Return the codes of each vector as bytes, and its scale; with int4 also its zero point.
 
     int8: round(x / scale), with scale = max |x| / 127
     fp8: x / scale as an e4m3 float, with scale = max |x| / 448
-    int4: round((x - zero) / scale), with scale = (max x - min x) / 15 and zero = min x; byte j has number j in
-    its lower half and number j + dim/2 in its upper one
+    int4: round((x - zero) / scale), with scale = (max x - min x) / 15 and zero = min x; byte j has number j
+    in its lower half and number j + dim/2 in its upper one
 
     Raises:
         ValueError: int4 is to put an odd number of codes in bytes.
@@ -58,7 +57,7 @@ def _divided(wide: Tensor, scale: Tensor) -> Tensor:
 def dequantise(
     codes: UInt8[Tensor, "*lead byte"],
     scales: BFloat16[Tensor, "*lead scale"],
-    rounding: Rounding,
+    rounding: str,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*lead dim"]:
     """Return code · scale, with int4 + zero, in float32 and then in `dtype`."""
@@ -70,7 +69,7 @@ def dequantise(
     return (numbers * scale).to(dtype)
 
 
-def rounded(vectors: Float[Tensor, "*lead dim"], rounding: Rounding | None) -> Float[Tensor, "*lead dim"]:
+def rounded(vectors: Float[Tensor, "*lead dim"], rounding: str | None) -> Float[Tensor, "*lead dim"]:
     """Return the vectors as a rounded cache gives them back; their gradient goes straight through."""
     if rounding is None:
         return vectors
@@ -82,7 +81,7 @@ class _Rounded(torch.autograd.Function):
     """Not x + (r - x).detach(), which is not r in 16 bit."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, rounding: Rounding) -> Tensor:
+    def forward(ctx: Any, vectors: Tensor, rounding: str) -> Tensor:
         return dequantise(*quantise(vectors, rounding), rounding, vectors.dtype)
 
     @staticmethod
@@ -91,7 +90,7 @@ class _Rounded(torch.autograd.Function):
         return upstream, None
 
 
-def rounded_bytes(dim: int, rounding: Rounding | None, dtype: torch.dtype) -> int:
+def rounded_bytes(dim: int, rounding: str | None, dtype: torch.dtype) -> int:
     """Return the bytes of a vector in a cache of this rounding, its scale included."""
     if rounding is None:
         return dim * dtype.itemsize

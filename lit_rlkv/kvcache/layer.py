@@ -47,8 +47,8 @@ class SlotLayer(CacheLayerMixin):
         self.scaling = 1.0
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.filled_by: Feed | None = None
-        self.keys: Slots | None = None
-        self.values: Slots | None = None
+        self.pools: tuple[Slots, Slots] | None = None
+        """Keys and values of all rows."""
         self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
         """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
@@ -78,7 +78,7 @@ class SlotLayer(CacheLayerMixin):
         `recent_queries` is not counted. It exists for policies that see queries, and is window · group /
         (2 · slots) of the pool, where `group` query heads share a KV head.
         """
-        return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
+        return sum(pool.nbytes for pool in self.pools or ())
 
     @property
     def n_kv_heads(self) -> int:
@@ -125,27 +125,27 @@ class SlotLayer(CacheLayerMixin):
         query, key, value = to_autocast_dtype(query, key, value)
         step = self._decode if self.cache.incoming is None else self._feed
         with torch.autocast(query.device.type, enabled=False):
-            new = (Slots.of(each, self.cache.spec.dtype) for each in (key, value))
-            return step(query, *new, scaling, softcap)
+            new_key, new_value = (Slots.of(each, self.cache.spec.dtype) for each in (key, value))
+            return step(query, new_key, new_value, scaling, softcap)
 
-    def _feed(
-        self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _feed(self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None) -> Tensor:
         """Attend over the held keys and the given tokens, then keep those that fit the budget of each row."""
         feed, policy = self._begin_feed(), self.cache.policy
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
-        if self.keys is None:
+        if self.pools is None:
             self._allocate(packed, key, value)
         columns = feed.columns[:, None].expand(-1, key.shape[1], -1)
         if feed.most_held == 0:
-            seen = (key.read(), value.read())
+            keys, values = key.read(), value.read()
             evicted_at = torch.where(feed.is_token[:, None], NEVER, 0).int()
-            out = replayed_attention(query, *seen, evicted_at, scaling, softcap=softcap, sink=self.sink)
+            out = replayed_attention(
+                query, keys, values, evicted_at, scaling, softcap=softcap, sink=self.sink
+            )
         else:
             held = [pool.map(lambda part: part[feed.sources, :, : feed.most_held]) for pool in self._pools()]
             key, value = held[0].map(feed.join, key), held[1].map(feed.join, value)
-            seen = (key.read(), value.read())
-            out = feed_attention(query, *seen, feed.is_seen, scaling, softcap, self.sink)
+            keys, values = key.read(), value.read()
+            out = feed_attention(query, keys, values, feed.is_seen, scaling, softcap, self.sink)
             if policy is not None:
                 columns = feed.join(self.columns[feed.sources, :, : feed.most_held], columns)
                 columns = columns.masked_fill(~feed.is_candidate[:, None], UNUSED)
@@ -156,7 +156,7 @@ class SlotLayer(CacheLayerMixin):
                 attention = torch.zeros(key.shape[:3], device=key.device)
             else:
                 attention = received_attention(
-                    packed, seen[0], feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
+                    packed, keys, feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
                 )
             if self.attention is not None and feed.most_held > 0 and not is_last:
                 held_mass = self.attention[feed.sources, :, : feed.most_held]
@@ -191,7 +191,7 @@ class SlotLayer(CacheLayerMixin):
         """Allocate pool and records of all rows."""
         cache, n_kv_heads = self.cache, key.shape[1]
         shape = (cache.n_rows, n_kv_heads, cache.n_slots)
-        self.keys, self.values = (each.pool(cache.n_rows, cache.n_slots) for each in (key, value))
+        self.pools = key.pool(cache.n_rows, cache.n_slots), value.pool(cache.n_rows, cache.n_slots)
         self.evicted_at = cache.table_without_evictions(slice(None)).repeat(1, n_kv_heads, 1)
         self._number_slots()
         self.is_initialized = True
@@ -210,17 +210,14 @@ class SlotLayer(CacheLayerMixin):
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
         """Move these rows to pools of the cache's present sizes; the old ones are freed one by one."""
-        n_slots = self.cache.n_slots
         keys, values = self._pools()
-        self.keys = keys.widened(rows, n_slots)
-        del keys
-        self.values = values.widened(rows, n_slots)
+        self.pools = None
+        keys = keys.widened(rows, self.cache.n_slots)
+        self.pools = keys, values.widened(rows, self.cache.n_slots)
         self.evicted_at = self.evicted_at[rows]
         self._number_slots()
 
-    def _fill(
-        self, feed: Feed, key: Slots, value: Slots, columns: Tensor, attention: Tensor | None
-    ) -> None:
+    def _fill(self, feed: Feed, key: Slots, value: Slots, columns: Tensor, attention: Tensor | None) -> None:
         """Copy the kept candidates to all rows that take the same tokens, and record what was evicted."""
         policy, (keys, values), n_candidates = self.cache.policy, self._pools(), key.shape[2]
         width = min(n_candidates, keys.shape[2])
@@ -350,8 +347,8 @@ class SlotLayer(CacheLayerMixin):
         cache, policy = self.cache, self.cache.policy
         keys, values = self._pools()
         assert policy is not None
-        # Numbers are not copied here: a score reads what it needs, of the due rows only. Codes are read whole,
-        # into one layer's keys and values at a time.
+        # Numbers are not copied here: a score reads what it needs, of the due rows only. Codes are turned
+        # into numbers, those of one layer at a time.
         view = self._view(
             rows=slice(None),
             keys=keys,
@@ -385,9 +382,9 @@ class SlotLayer(CacheLayerMixin):
 
     def _pools(self) -> tuple[Slots, Slots]:
         """Return the keys and values of all rows."""
-        if self.keys is None or self.values is None:
+        if self.pools is None:
             raise ValueError("the cache is empty; run the forward of a prompt inside cache.feed first")
-        return self.keys, self.values
+        return self.pools
 
     def _view(
         self,

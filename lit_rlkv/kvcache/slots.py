@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from lit_rlkv.kernels.rounding import Rounding, dequantise, quantise
+from lit_rlkv.kernels.rounding import dequantise, quantise
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Slots:
 
     parts: tuple[Shaped[Tensor, "row kv_head slot _"], ...]
     """The numbers; or codes, then scales."""
-    rounding: Rounding | None
+    rounding: str | None
     dtype: torch.dtype
     """Dtype of the numbers."""
 
     @classmethod
-    def of(cls, numbers: Tensor, rounding: Rounding | None) -> "Slots":
+    def of(cls, numbers: Tensor, rounding: str | None) -> "Slots":
         """Return vectors as a cache stores them."""
         parts = (numbers,) if rounding is None else quantise(numbers, rounding)
         return cls(parts, rounding, numbers.dtype)
@@ -30,7 +30,8 @@ class Slots:
         """Return the numbers: the pool itself, or a copy of what its codes stand for."""
         if self.rounding is None:
             return self.parts[0]
-        return dequantise(*self.parts, self.rounding, self.dtype)
+        codes, scales = self.parts
+        return dequantise(codes, scales, self.rounding, self.dtype)
 
     def map(self, change: Callable[..., Tensor], *others: "Slots") -> "Slots":
         """Return `change` of each part, and of the same part of the others."""

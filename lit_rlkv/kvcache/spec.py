@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rlkv.checks import Range
-from lit_rlkv.kernels.rounding import ROUNDINGS, Rounding
+from lit_rlkv.kernels.rounding import ROUNDINGS
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
 
 
@@ -28,8 +28,8 @@ class CacheSpec:
         protect_prompt: never evict a key of the prompt, and let `budget` count the keys after it alone. Each
             row then has `budget + interval` slots and one for each token of the longest prompt. Tokens that
             are given in the middle of a response are no prompt.
-        dtype: "int8", "fp8" or "int4": keys and values are rounded when they arrive, to codes with a scale for
-            each token and KV head, and everything reads the rounded ones; see `lit_rlkv.kernels.rounding`.
+        dtype: "int8", "fp8" or "int4": keys and values are rounded when they arrive, to codes with a scale
+            for each token and KV head, and the rounded ones are read; see `lit_rlkv.kernels.rounding`.
             None: they stay in the dtype of the model.
 
     Raises:
@@ -44,7 +44,7 @@ class CacheSpec:
     window: int = 16
     protect_prompt: bool = False
     policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    dtype: Rounding | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy_options", dict(self.policy_options or {}))

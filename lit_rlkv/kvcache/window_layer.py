@@ -31,13 +31,12 @@ class WindowLayer(SlotLayer):
         assert kind.window is not None
         self.window = kind.window
 
-    def _feed(
-        self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _feed(self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None) -> Tensor:
         """Attend within the window over the ring and the given tokens, then write the last `window` keys."""
         feed = self._begin_feed()
-        if self.keys is None:
-            self.keys, self.values = (each.pool(self.cache.n_rows, self.window) for each in (key, value))
+        if self.pools is None:
+            n_rows = self.cache.n_rows
+            self.pools = key.pool(n_rows, self.window), value.pool(n_rows, self.window)
             self._number_slots()
             self.is_initialized = True
         rings = [pool.map(lambda part: part[feed.sources]) for pool in self._pools()]
@@ -48,8 +47,10 @@ class WindowLayer(SlotLayer):
             seen = (key.read(), value.read())
             out = replayed_attention(query, *seen, evicted_at, scaling, softcap=softcap, sink=self.sink)
         else:
-            both = zip(rings, (key, value), strict=True)
-            seen = tuple(torch.cat([ring.read(), new.read()], dim=2) for ring, new in both)
+            seen = (
+                torch.cat([rings[0].read(), key.read()], dim=2),
+                torch.cat([rings[1].read(), value.read()], dim=2),
+            )
             is_seen = partial(self._is_seen, feed)
             out = feed_attention(query, *seen, is_seen, scaling, softcap, self.sink)
         index, is_new = feed.ring_places(feed.newest - feed.first, self.window)
@@ -96,7 +97,8 @@ class WindowLayer(SlotLayer):
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
         """Keep these rows; the ring stays as it is."""
-        self.keys, self.values = (pool.map(lambda part: part[rows]) for pool in self._pools())
+        keys, values = (pool.map(lambda part: part[rows]) for pool in self._pools())
+        self.pools = keys, values
         self._number_slots()
 
     def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:

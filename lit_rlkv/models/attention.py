@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lit_rlkv.kernels.backend import to_autocast_dtype
-from lit_rlkv.kernels.rounding import Rounding, rounded
+from lit_rlkv.kernels.rounding import rounded
 from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, replayed_attention
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
@@ -43,7 +43,7 @@ def attention_forward(
     flat: FlatTokens | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
     table_rows: Mapping[int, int] | None = None,
-    rounding: Rounding | None = None,
+    rounding: str | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.

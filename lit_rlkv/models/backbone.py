@@ -266,8 +266,8 @@ def learner_states(
         )
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
     experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
-    seen = {"evicted_at": evicted_at, "rounding": rounding}
-    return flat.spread(hidden_states(model, tokens, places, expert_ids=experts, flat=flat, **seen)[0])
+    view: dict[str, Any] = {"evicted_at": evicted_at, "rounding": rounding, "flat": flat}
+    return flat.spread(hidden_states(model, tokens, places, expert_ids=experts, **view)[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

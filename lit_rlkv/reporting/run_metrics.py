@@ -53,9 +53,7 @@ FINAL_METRICS = (
 """Names that `final_metrics` may return, in order."""
 
 
-def final_metrics(
-    before: Sequence[EvalRow], after: Sequence[EvalRow], cache: str
-) -> dict[str, float]:
+def final_metrics(before: Sequence[EvalRow], after: Sequence[EvalRow], cache: str) -> dict[str, float]:
     """Return the results of the evaluation at the end of a run; empty if there was none.
 
     `eval/accuracy`, `eval/kl`, `eval/kv_bytes` and `eval/learned_reward` are under the run's own cache,

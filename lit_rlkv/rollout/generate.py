@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from lit_rlkv.checks import Range, check_temperature, is_whole
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.decode_attention.launch import MAX_SPLITS
-from lit_rlkv.kernels.rounding import Rounding
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import check_length, n_embeddings
 from lit_rlkv.models.cast_linear import cache_cast_weights
@@ -188,7 +187,7 @@ def as_rollout(
     is_prompt: Bool[Tensor, "batch prompt"],
     kv_bytes: int,
     temperature: float,
-    cache_dtype: Rounding | None = None,
+    cache_dtype: str | None = None,
 ) -> Rollout:
     """Cut the unused columns, and drop evictions after the query that predicted a row's last token.
 

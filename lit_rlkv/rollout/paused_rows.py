@@ -39,7 +39,7 @@ def _overwritten(kv: SlotCache, newest: Tensor) -> list[Tensor]:
     found = [newest, kv.n_live]
     for layer in kv.slot_layers:
         is_ring = isinstance(layer, WindowLayer)
-        pools = [part for pool in (layer.keys, layer.values) if pool is not None for part in pool.parts]
+        pools = [part for pool in layer.pools or () for part in pool.parts]
         if kv.policy is not None and not is_ring:
             pools += [layer.columns, *([] if layer.attention is None else [layer.attention])]
         found += [pool if is_ring else pool[:, :, :1] for pool in pools]

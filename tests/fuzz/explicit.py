@@ -78,23 +78,15 @@ def attend(
 
 
 def nearest(x: Tensor, rounding: str) -> Tensor:
-    """The nearest of the numbers that a code can stand for, found by a look at all 256 of them, or at 16."""
-    low, high = x.float().amin(-1, keepdim=True), x.float().amax(-1, keepdim=True)
+    """The nearest numbers that codes can stand for, in the precision of the definition."""
+    x32, zero = x.float(), torch.zeros_like(x[..., :1], dtype=torch.float32)
     if rounding == "int4":
-        zero = low.bfloat16().float()
-        scale = ((x.float() - zero).amax(-1, keepdim=True) / 15).bfloat16().float()
-        levels = torch.arange(16.0)
-    else:
-        zero = torch.zeros_like(low)
-        most = 127 if rounding == "int8" else 448
-        scale = (torch.maximum(-low, high) / most).bfloat16().float()
-        levels = torch.arange(-127.0, 128.0)
-        if rounding == "fp8":
-            levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
-            levels = levels[levels.isfinite()]
-    position = (x.double() - zero) / scale
-    best = (position[..., None] - levels).abs().argmin(-1)
-    return (levels[best] * scale + zero).to(x.dtype)
+        zero = x32.amin(-1, keepdim=True).bfloat16().float()
+    n_steps = {"int8": 127, "fp8": 448, "int4": 15}[rounding]
+    step = ((x32 - zero).abs().amax(-1, keepdim=True) / n_steps).bfloat16().float()
+    place = ((x32 - zero) / step).nan_to_num().clamp(0 if rounding == "int4" else -n_steps, n_steps)
+    place = place.to(torch.float8_e4m3fn).float() if rounding == "fp8" else place.round()
+    return (place * step + zero).to(x.dtype)
 
 
 AttentionInterface.register(NAME, attend)
@@ -126,7 +118,7 @@ def log_probs(
         dropped = [token for token in range(logits.shape[-1]) if token not in kept]
         logits = logits.index_put(
             (torch.tensor(row), torch.tensor(column - 1), torch.tensor(dropped, dtype=torch.long)),
-            torch.tensor(-torch.inf),
+            torch.tensor(-torch.inf, dtype=logits.dtype),
         )
     logps = logits.log_softmax(-1)
     chosen = logps.gather(2, rollout.input_ids[:, 1:, None])[..., 0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlkv import generate, prepare_backbone, replay_logps
-from lit_rlkv.kernels.rounding import ROUNDINGS, Rounding
+from lit_rlkv.kernels.rounding import ROUNDINGS
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.types import NEVER, Rollout
 from tests.fuzz import explicit
@@ -54,7 +54,7 @@ class Sampling:
     prefill_chunk: int | None
 
     def exact(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model, in double precision if keys are rounded: no float error then moves one to another code."""
+        """The model, in float64 if keys are rounded, where no float error moves one to another code."""
         return model if self.spec.dtype is None else model.double()
 
     def rollout(self, model: PreTrainedModel, **options: Any) -> Rollout:
@@ -220,11 +220,11 @@ def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
 
 
 @pytest.mark.parametrize("dtype", ROUNDINGS)
-def test_a_learner_that_does_not_round_is_caught_by_the_own_forward(dtype: Rounding):
+def test_a_learner_that_does_not_round_is_caught_by_the_own_forward(dtype: str):
     case = replace(EXAMPLE, spec=replace(EXAMPLE.spec, dtype=dtype))
     rollout, _ = check(case)
     own, _ = explicit.log_probs(case.model(), replace(rollout, cache_dtype=None), 1.0)
-    assert (own - rollout.rollout_logps).abs().max() > 1e-2
+    assert (own - rollout.rollout_logps).abs().max() > 2e-3
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])

@@ -67,12 +67,13 @@ class Case(Sampling):
             sizes |= {"n_group": self.n_groups, "topk_group": min(2, self.n_groups)}
         if self.family not in ("mixtral", "granitemoe", "deepseek_v2"):
             sizes["norm_topk_prob"] = self.is_normalised
-        return self.exact(build(CONFIG_MAPPING[self.family](**sizes)))
+        return build(CONFIG_MAPPING[self.family](**sizes))
 
 
 @st.composite
 def random_cases(draw: Any) -> Case:
     sampling = random_sampling(draw)
+    sampling["spec"] = replace(sampling["spec"], dtype=None)  # experts are not computed in double precision
     experts_per_group, n_groups = draw(st.integers(2, 6)), draw(st.integers(1, 4))
     return Case(
         family=draw(st.sampled_from(sorted(FAMILIES))),

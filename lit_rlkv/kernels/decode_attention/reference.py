@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int, Shaped
 from torch import Tensor
 
-from lit_rlkv.kernels.rounding import Rounding, dequantise
+from lit_rlkv.kernels.rounding import dequantise
 
 
 def decode_attention(
@@ -21,7 +21,7 @@ def decode_attention(
     received: Float32[Tensor, "batch kv_head slot"] | None = None,
     accumulates: bool = False,
     n_splits: int | None = None,
-    rounding: Rounding | None = None,
+    rounding: str | None = None,
     scales: Sequence[Tensor] = (),
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
     """Return softmax(q·kᵀ·scaling) v over the first `n_live` slots of each row; 0 for a row without any.

@@ -187,7 +187,7 @@ def evict(
 ):  # fmt: skip
     """Run `reference.evict` in Triton; the last dimension of tensors changed in place is contiguous."""
     check_budget(budget, scores)
-    vectors = {"keys": keys, "values": values, **dict(zip(("key scales", "value scales"), scales))}
+    vectors = {"keys": keys, "values": values, **{f"scales[{i}]": each for i, each in enumerate(scales)}}
     numbers = {"columns": columns, "evicted_at": evicted_at, "attention": attention}
     for name, tensor in (vectors | numbers).items():
         if tensor is not None and tensor.stride(-1) != 1:
