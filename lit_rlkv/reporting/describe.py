@@ -123,7 +123,9 @@ def _arm(config: Tree) -> str:
     correction = config.get("correction") or {}
     weights = _class(correction.get("weight_fn"))
     name = CORRECTIONS.get(weights, weights)
-    if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
+    cache = config.get("cache", {})
+    is_exact = cache.get("policy") == "dense" and not cache.get("dtype")
+    if correction.get("samples_dense") or is_exact:
         name = "dense"
     elif correction.get("replays"):
         replay = "smd" if config.get("distillation") else "shadow"
