@@ -1,19 +1,20 @@
 """Rounded keys and values on a pretrained model: what they cost at equal bytes, and how exact the replay is.
 
-    python benchmarks/rounded_cache.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts replay answers]
+    python benchmarks/rounded_cache.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts schemes replay answers]
     python benchmarks/rounded_cache.py --report         tables and figure of docs/results/pretrained.md
 
 `make smollm2` fetches the model. *answers*: documents and few-shot questions, the prompts and the measures of
 benchmarks/pretrained.py, for each `cache.dtype` with all keys and at the budgets that fit in the bytes of 16,
 32, 64 and 128 keys in 16 bit. The model computes in float32; a cache that rounds nothing is counted as 16
 bit. *replay*: a rollout of text, the share of codes that differ between sampler and learner, and the gap of
-the replay, also of a learner that takes the sampler's codes and of one that does not round. Each cell is a
-row of benchmarks/results/rounded_cache.jsonl; started again, it measures what is missing.
+the replay, also of a learner that takes the sampler's codes and of one that does not round. *schemes*: the KL
+of rounding with and without a zero point, over text with all keys. Each cell is a row of benchmarks/results/rounded_cache.jsonl; started again, it measures what is missing.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -27,47 +28,59 @@ from pretrained import MODEL, ROOT, model_folder
 from pretrained_parts.answers import Answers, timed
 from pretrained_parts.rollouts import Models
 from replay_gap import TEXTS
-from rounded_parts import replay, report
+from rounded_parts import replay, report, schemes
 from rounded_parts.answers import DTYPES, SIZES, cells
 from time_limit import TimeLimit
+from torch import Tensor
 
 from lit_rlkv import CacheSpec
 
 NAME = "rounded_cache"
 FIGURE = ROOT / "docs" / "results" / "pictures" / "rounded_cache.png"
-PARTS = ("replay", "answers")
 ROWS, PROMPT, NEW = 4, 256, 64
 """Rollouts whose replay is measured: sequences, and tokens of prompts and responses."""
 CACHES = {"dense": CacheSpec.dense(), "snapkv": CacheSpec("snapkv", 64, 16, 4, 8)}
 PRECISIONS = ("float32", "bfloat16")
 
 
-def replay_cells(models: Models) -> Iterator[tuple[dict, Callable[[], dict]]]:
-    """Yield what identifies each measurement of the replay, and how to make it."""
+Cells = Iterator[tuple[dict, Callable[[], dict]]]
+"""What identifies each measurement, and how to make it."""
+
+
+def tokens_of(models: Models) -> Tensor:
+    """Return the text of the rollouts, [row, token]."""
     text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
-    ids = models.tokenizer(text, return_tensors="pt").input_ids[0, : ROWS * PROMPT].view(ROWS, PROMPT)
+    return models.tokenizer(text, return_tensors="pt").input_ids[0, : ROWS * PROMPT].view(ROWS, PROMPT)
+
+
+def scheme_cells(models: Models, model: str) -> Cells:
+    for bits, scheme in product(schemes.BITS, schemes.SCHEMES):
+        cell = {"block": "schemes", "bits": bits, "scheme": scheme, "rows": ROWS, "tokens": PROMPT}
+        yield cell, partial(schemes.measure, models.float32, tokens_of(models), scheme, bits)
+
+
+def replay_cells(models: Models, model: str) -> Cells:
+    ids = tokens_of(models)
     for precision, policy, dtype in product(PRECISIONS, CACHES, DTYPES):
         cell = {"block": "replay", "precision": precision, "policy": policy, "dtype": dtype}
         cell |= {"rows": ROWS, "prompt": PROMPT, "tokens": NEW}
         spec = replace(CACHES[policy], dtype=dtype)
-
-        def measure(precision: str = precision, spec: CacheSpec = spec) -> dict:
-            return replay.measure(getattr(models, precision), ids, spec, NEW)
-
-        yield cell, measure
+        yield cell, partial(replay.measure, getattr(models, precision), ids, spec, NEW)
 
 
-def answer_cells(models: Models, model: str) -> Iterator[tuple[dict, Callable[[], dict]]]:
-    """Yield the same for right answers and KL."""
+def answer_cells(models: Models, model: str) -> Cells:
     answers = Answers(models.float32, models.tokenizer, SIZES.history_tokens)
     for cell in cells():
-        yield cell.described(model), lambda cell=cell: timed(answers.measure, cell)
+        yield cell.described(model), partial(timed, answers.measure, cell)
+
+
+MAKERS = {"schemes": scheme_cells, "replay": replay_cells, "answers": answer_cells}
 
 
 def main() -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     command_line.add_restart_options(parser)
     args = parser.parse_args()
@@ -80,8 +93,7 @@ def main() -> None:
     models, limit = Models(model_folder(args.model)), TimeLimit(args.minutes)
     done = [] if args.again else [row["cell"] for row in record.rows(NAME)]
     for part in args.parts:
-        found = replay_cells(models) if part == "replay" else answer_cells(models, args.model.stem)
-        for cell, measure in found:
+        for cell, measure in MAKERS[part](models, args.model.stem):
             cell = {"model": args.model.stem} | cell
             if cell in done:
                 continue

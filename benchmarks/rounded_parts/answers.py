@@ -17,7 +17,7 @@ POLICY = {"recall": "snapkv", "few_shot": "knorm"}
 """The best policy of each kind in docs/results/pretrained.md."""
 BUDGETS = (16, 32, 64, 128)
 """Keys in 16 bit whose bytes all dtypes get."""
-PROMPTS = 12
+PROMPTS = 8
 SIZES = Sizes()
 
 

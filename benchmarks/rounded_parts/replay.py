@@ -19,7 +19,8 @@ Coded = tuple[Tensor, Tensor]
 
 
 @contextmanager
-def _in_place_of(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def in_place_of(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, a module calls `function` by this name."""
     before = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -37,7 +38,7 @@ def _recorder(calls: list[Coded]) -> Callable[[Tensor, str], Coded]:
 
 
 def _learner(model: PreTrainedModel, rollout: Rollout, rounds: Callable[[Tensor, str], Tensor]) -> Tensor:
-    with _in_place_of(attention, "rounded", rounds), torch.no_grad():
+    with in_place_of(attention, "rounded", rounds), torch.no_grad():
         return replay_logps(model, rollout)
 
 
@@ -48,7 +49,7 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     and `unrounded` of one that does not round.
     """
     calls: list[Coded] = []
-    with _in_place_of(slots, "quantise", _recorder(calls)):
+    with in_place_of(slots, "quantise", _recorder(calls)):
         rollout = sample(model, prompts, spec, n_tokens)
     ignoring = _learner(model, rollout, lambda vectors, rounding: vectors)
     found: dict[str, Any] = {"n_response_tokens": int(rollout.response_mask.sum())}

@@ -36,6 +36,8 @@ def name_of(dtype: str | None) -> str:
 def line(row: Row) -> str:
     """Return one line on a measured cell."""
     cell = row["cell"]
+    if cell["block"] == "schemes":
+        return f"{cell['bits']} bits, {cell['scheme']}: KL {row['kl']:.2g} nats per token"
     if cell["block"] == "replay":
         gap, moved = row["gap"], f", codes moved {row['codes_moved']:.1e}" if cell["dtype"] else ""
         name = f"replay {cell['precision']} {cell['policy']} {name_of(cell['dtype'])}"
@@ -73,6 +75,7 @@ def tables(rows: Sequence[Row]) -> str:
         *("given codes, mean", "max", "not rounding, mean", "max"),
     ]
     body = [_replay_cells(row) for row in rows if row["cell"]["block"] == "replay"]
+    parts += [line(row) for row in rows if row["cell"]["block"] == "schemes"]
     return "\n".join(
         [*parts, "replay: |log-prob of the learner - of the sampler|", text_table(headings, body)]
     )
