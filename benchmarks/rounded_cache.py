@@ -6,9 +6,10 @@
 `make smollm2` fetches the model. *answers*: documents and few-shot questions, the prompts and the measures of
 benchmarks/pretrained.py, for each `cache.dtype` with all keys and at the budgets that fit in the bytes of 16,
 32, 64 and 128 keys in 16 bit. The model computes in float32; a cache that rounds nothing is counted as 16
-bit. *replay*: a rollout of text, the share of codes that differ between sampler and learner, and the gap of
-the replay, also of a learner that takes the sampler's codes and of one that does not round. *schemes*: the KL
-of rounding with and without a zero point, over text with all keys. Each cell is a row of benchmarks/results/rounded_cache.jsonl; started again, it measures what is missing.
+bit. *replay*: a rollout of text, and the gap of its replay by the learner, by one without the record of the
+codes, and by one that does not round. *schemes*: the KL of rounding with and without a zero point, over text
+with all keys. Each cell is a row of benchmarks/results/rounded_cache.jsonl; started again, it measures what
+is missing.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Codes that differ between sampler and learner, and the gap of the replay with and without them."""
+"""Numbers that sampler and learner round apart, and the gap of the replay with and without the record."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv import CacheSpec, Rollout, replay_logps
-from lit_rlkv.kernels.rounding import dequantise, quantise
+from lit_rlkv.kernels.rounding import dequantise, quantise, rounded
 from lit_rlkv.kvcache import slots
-from lit_rlkv.models import attention
+from lit_rlkv.models import rounded_view
 
+FLOAT = torch.float32
 Coded = tuple[Tensor, Tensor]
 """Codes and scales."""
 
@@ -29,69 +31,54 @@ def in_place_of(module: Any, name: str, function: Callable[..., Any]) -> Iterato
         setattr(module, name, before)
 
 
-def _recorder(calls: list[Coded]) -> Callable[[Tensor, str], Coded]:
-    def recording(vectors: Tensor, rounding: str) -> Coded:
+def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: int) -> dict[str, Any]:
+    """Return the gaps of three learners, and the shares of codes and scales that are not the sampler's.
+
+    `gap` is of the learner with the record of the codes, `by_itself` of one that rounds without it, and
+    `unrounded` of one that does not round.
+    """
+    sampled: list[Coded] = []
+    with in_place_of(slots, "quantise", _recording(sampled)):
+        rollout = sample(model, prompts, spec, n_tokens)
+    found: dict[str, Any] = {"n_response_tokens": int(rollout.response_mask.sum())}
+    if spec.dtype is None:
+        return found | {"gap": _gap(model, rollout)}
+    n_streams = 2 * model.config.num_hidden_layers  # keys and values of each layer
+    streams = [
+        dequantise(
+            *(torch.cat(parts, 2) for parts in zip(*sampled[i::n_streams], strict=True)), spec.dtype, FLOAT
+        )
+        for i in range(n_streams)
+    ]
+    found["record_bytes"], found["kv_bytes"] = rollout.record_bytes, rollout.kv_bytes
+    for name, learner in {"gap": rollout, "by_itself": replace(rollout, rounding_record=None)}.items():
+        numbers: list[Tensor] = []
+        with in_place_of(rounded_view, "rounded", _listening(numbers)):
+            found[name] = _gap(model, learner)
+        moved = [(a != b.float()).float().mean().item() for a, b in zip(streams, numbers, strict=True)]
+        found[f"{name}_moved"] = sum(moved) / len(moved)
+        found[f"{name}_moved_by_layer"] = [
+            round(sum(moved[i : i + 2]) / 2, 7) for i in range(0, n_streams, 2)
+        ]
+    return found | {"unrounded": _gap(model, replace(rollout, cache_dtype=None))}
+
+
+@torch.no_grad()
+def _gap(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
+    return gap(replay_logps(model, rollout), rollout)
+
+
+def _recording(calls: list[Coded]) -> Callable[[Tensor, str], Coded]:
+    def quantise_and_record(vectors: Tensor, rounding: str) -> Coded:
         calls.append(quantise(vectors, rounding))
         return calls[-1]
 
-    return recording
+    return quantise_and_record
 
 
-def _learner(model: PreTrainedModel, rollout: Rollout, rounds: Callable[[Tensor, str], Tensor]) -> Tensor:
-    with in_place_of(attention, "rounded", rounds), torch.no_grad():
-        return replay_logps(model, rollout)
+def _listening(numbers: list[Tensor]) -> Callable[..., Tensor]:
+    def round_and_record(*arguments: Any) -> Tensor:
+        numbers.append(rounded(*arguments))
+        return numbers[-1]
 
-
-def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: int) -> dict[str, Any]:
-    """Return the shares of codes and scales that differ, and the gaps of three learners.
-
-    `gap` is of the learner as it is, `given_codes` of one that takes the sampler's codes instead of its own,
-    and `unrounded` of one that does not round.
-    """
-    calls: list[Coded] = []
-    with in_place_of(slots, "quantise", _recorder(calls)):
-        rollout = sample(model, prompts, spec, n_tokens)
-    ignoring = _learner(model, rollout, lambda vectors, rounding: vectors)
-    found: dict[str, Any] = {"n_response_tokens": int(rollout.response_mask.sum())}
-    if spec.dtype is None:
-        return found | {"gap": gap(ignoring, rollout)}
-    n_streams = 2 * model.config.num_hidden_layers  # keys and values of each layer
-    sampled = [
-        tuple(torch.cat(parts, dim=2) for parts in zip(*calls[stream::n_streams], strict=True))
-        for stream in range(n_streams)
-    ]
-    learned: list[Coded] = []
-    own = _recorder(learned)
-
-    def rounds(vectors: Tensor, rounding: str) -> Tensor:
-        return dequantise(*own(vectors, rounding), rounding, vectors.dtype)
-
-    remaining = iter(sampled)
-
-    def takes(vectors: Tensor, rounding: str) -> Tensor:
-        return dequantise(*next(remaining), rounding, vectors.dtype)
-
-    found["gap"] = gap(_learner(model, rollout, rounds), rollout)
-    found["given_codes"] = gap(_learner(model, rollout, takes), rollout)
-    found["unrounded"] = gap(ignoring, rollout)
-    return found | _differences(sampled, learned, spec.dtype)
-
-
-def _differences(sampled: list[Coded], learned: list[Coded], rounding: str | None) -> dict[str, Any]:
-    """Return the shares of numbers whose code differs, and of vectors with such a code or another scale."""
-    n_codes = n_vectors = n_moved = n_touched = n_scales = 0
-    for (codes, scales), (own_codes, own_scales) in zip(sampled, learned, strict=True):
-        differs = codes != own_codes
-        if rounding == "int4":
-            both = codes ^ own_codes
-            differs = torch.cat([both & 15, both >> 4], dim=-1) != 0
-        other_scale = (scales != own_scales).any(-1)
-        n_codes, n_vectors = n_codes + differs.numel(), n_vectors + other_scale.numel()
-        n_moved, n_scales = n_moved + int(differs.sum()), n_scales + int(other_scale.sum())
-        n_touched += int((differs.any(-1) | other_scale).sum())
-    return {
-        "n_codes": n_codes,
-        "codes_moved": n_moved / n_codes,
-        "scales_moved": n_scales / n_vectors,
-        "vectors_moved": n_touched / n_vectors,
-    }
+    return round_and_record

@@ -39,7 +39,7 @@ def line(row: Row) -> str:
     if cell["block"] == "schemes":
         return f"{cell['bits']} bits, {cell['scheme']}: KL {row['kl']:.2g} nats per token"
     if cell["block"] == "replay":
-        gap, moved = row["gap"], f", codes moved {row['codes_moved']:.1e}" if cell["dtype"] else ""
+        gap, moved = row["gap"], f", by itself {row['by_itself']['mean']:.1e}" if cell["dtype"] else ""
         name = f"replay {cell['precision']} {cell['policy']} {name_of(cell['dtype'])}"
         return f"{name}: gap mean {gap['mean']:.1e} max {gap['max']:.1e}{moved}"
     group = Group((row,))
@@ -71,8 +71,8 @@ def tables(rows: Sequence[Row]) -> str:
         title = f"{LABELS[kind]}, {POLICY[kind]}: keys; right answers; KL in nats per token"
         parts += [title, text_table(headings, body), ""]
     headings = [
-        *("model", "cache", "dtype", "codes moved", "scales moved", "gap mean", "gap max"),
-        *("given codes, mean", "max", "not rounding, mean", "max"),
+        *("model", "cache", "dtype", "gap mean", "gap max", "numbers apart"),
+        *("by itself: mean", "max", "numbers apart", "not rounding: mean", "max"),
     ]
     body = [_replay_cells(row) for row in rows if row["cell"]["block"] == "replay"]
     parts += [line(row) for row in rows if row["cell"]["block"] == "schemes"]
@@ -92,9 +92,10 @@ def _cell(group: Group | None) -> str:
 def _replay_cells(row: Row) -> list[str]:
     cell = row["cell"]
     found = [cell["precision"], cell["policy"], name_of(cell["dtype"])]
-    found += [f"{row[name]:.1e}" if name in row else "" for name in ("codes_moved", "scales_moved")]
-    for learner in ("gap", "given_codes", "unrounded"):
+    for learner in ("gap", "by_itself", "unrounded"):
         found += [f"{row[learner][name]:.1e}" if learner in row else "" for name in ("mean", "max")]
+        if learner != "unrounded":
+            found.append(f"{row[f'{learner}_moved']:.1e}" if cell["dtype"] else "")
     return found
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.token_logps.reference import kl_of_logits
-from lit_rlkv.models import attention
+from lit_rlkv.models import rounded_view
 from lit_rlkv.models.backbone import head_logits, hidden_states
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.types import NEVER
 
 BITS = (8, 4)
@@ -49,11 +50,11 @@ def measure(model: PreTrainedModel, text: Tensor, scheme: str, bits: int) -> dic
     evicted_at = torch.full((len(text), 1, 1, text.shape[1]), NEVER, dtype=torch.int32)
     positions = torch.arange(text.shape[1]).expand_as(text)
 
-    def logits(rounding: str | None) -> Tensor:
+    def logits(rounding: RoundedView | None) -> Tensor:
         hidden = hidden_states(model, text, positions, evicted_at=evicted_at, rounding=rounding)
         return head_logits(model, hidden[:, N_SKIPPED:])
 
     exact = logits(None)
-    with in_place_of(attention, "rounded", SCHEMES[scheme](bits)):
-        rounded = logits("given")
+    with in_place_of(rounded_view, "rounded", SCHEMES[scheme](bits)):
+        rounded = logits(RoundedView("int8", None))
     return {"kl": kl_of_logits(exact, rounded, 1.0).double().mean().item()}

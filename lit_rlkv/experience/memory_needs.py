@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.kernels.rounding import rounded_bytes
+from lit_rlkv.kernels.rounding import record_bytes, rounded_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
@@ -26,6 +26,7 @@ SETTINGS = {
     "KV cache": "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
     "correction; rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
+    "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "logits of a step": "rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",
     "latest queries": "cache.window, rollout.max_rows",
@@ -68,6 +69,9 @@ def rollout_needs(
         "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }
+    if cache.dtype is not None:
+        n_bytes = 2 * record_bytes(dim, cache.dtype)
+        needs["record of codes"] = n_layers * (n_rows + n_responses) * n_heads * n_columns * n_bytes
     if settings.replay_routing:
         routers = routers_of(model)
         n_experts = len(routers) * max(router.k for router in routers)

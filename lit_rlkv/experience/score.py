@@ -24,6 +24,7 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
     scatter_to_response,
 )
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import OWN_CHOICE, Rollout
@@ -136,15 +137,16 @@ def _read(
 def _hidden(
     roles: Roles, rollout: Rollout, passes: set[ForwardPass], stacks_passes: bool
 ) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
-    by_backbone: dict[tuple[str, str | None], list[ForwardPass]] = defaultdict(list)
+    by_backbone: dict[tuple[str, bool], list[ForwardPass]] = defaultdict(list)
     for one in sorted(passes, key=repr):
         # Attention rounds the keys of all rows of a batch or of none.
-        by_backbone[one.backbone, _rounding(rollout, one.shadow)].append(one)
+        by_backbone[one.backbone, one.shadow and rollout.cache_dtype is not None].append(one)
     found: dict[ForwardPass, Tensor] = {}
-    for (name, rounding), mine in by_backbone.items():
+    for (name, rounds), mine in by_backbone.items():
+        rounding = RoundedView.of(rollout, shadow=rounds)
         backbone = roles.named_backbone(name)
         if stacks_passes and len(mine) > 1:
-            found |= _stacked(backbone, rollout, mine)
+            found |= _stacked(backbone, rollout, mine, rounding)
             continue
         for one in mine:
             with use_adapter(lora_layers(backbone), one.adapter):
@@ -162,7 +164,7 @@ def _hidden(
 
 
 def _stacked(
-    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass]
+    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass], rounding: RoundedView | None
 ) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
     n_rows = len(rollout.input_ids)
     rows = torch.arange(n_rows, device=rollout.input_ids.device).repeat(len(passes))
@@ -185,7 +187,7 @@ def _stacked(
             positions,
             evicted_at=evicted_at,
             expert_ids=_stacked_experts(rollout, passes),
-            rounding=_rounding(rollout, passes[0].shadow),
+            rounding=None if rounding is None else rounding.stacked(len(passes)),
         )
     return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
 
@@ -195,10 +197,6 @@ def _stacked_experts(rollout: Rollout, passes: list[ForwardPass]) -> Tensor | No
     if ids is None:
         return None
     return torch.cat([ids if one.replays_routing else torch.full_like(ids, OWN_CHOICE) for one in passes])
-
-
-def _rounding(rollout: Rollout, shadow: bool) -> str | None:
-    return rollout.cache_dtype if shadow else None
 
 
 def _replay_table(rollout: Rollout, shadow: bool) -> Tensor:

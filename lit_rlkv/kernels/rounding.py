@@ -6,6 +6,7 @@ import torch
 from jaxtyping import BFloat16, Float, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}
 ROUNDINGS = tuple(LARGEST_CODE)
@@ -63,17 +64,32 @@ def dequantise(
     """Return code · scale, with int4 + zero, in float32 and then in `dtype`."""
     scale = scales[..., :1].float()
     if rounding == "int4":
-        numbers = torch.cat([codes & 15, codes >> 4], dim=-1).float()
-        return (numbers * scale + scales[..., 1:].float()).to(dtype)
+        return (_each(codes, rounding).float() * scale + scales[..., 1:].float()).to(dtype)
     numbers = codes.view(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).float()
     return (numbers * scale).to(dtype)
 
 
-def rounded(vectors: Float[Tensor, "*lead dim"], rounding: str | None) -> Float[Tensor, "*lead dim"]:
-    """Return the vectors as a rounded cache gives them back; their gradient goes straight through."""
-    if rounding is None:
-        return vectors
-    out: Tensor = _Rounded.apply(vectors, rounding)  # type: ignore[no-untyped-call]
+def record_of(
+    codes: UInt8[Tensor, "*lead byte"], scales: BFloat16[Tensor, "*lead scale"], rounding: str
+) -> UInt8[Tensor, "*lead record"]:
+    """Return what tells the codes of a vector apart from their neighbours: their last bits, and the scale."""
+    bits = _each(codes, rounding) & 1
+    bits = F.pad(bits, (0, -bits.shape[-1] % 8))
+    bits = bits.view(*bits.shape[:-1], -1, 8)
+    packed = (bits << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], dim=-1)
+
+
+def rounded(
+    vectors: Float[Tensor, "*lead dim"], rounding: str, record: UInt8[Tensor, "*lead record"] | None = None
+) -> Float[Tensor, "*lead dim"]:
+    """Return the vectors as a rounded cache gives them back; their gradient goes straight through.
+
+    Args:
+        record: `record_of` the sampler's codes. The result is then theirs, in spite of any error of the
+            vectors below half a step; None: the vectors are rounded by themselves.
+    """
+    out: Tensor = _Rounded.apply(vectors, rounding, record)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -81,13 +97,49 @@ class _Rounded(torch.autograd.Function):
     """Not x + (r - x).detach(), which is not r in 16 bit."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, rounding: str) -> Tensor:
+    def forward(ctx: Any, vectors: Tensor, rounding: str, record: Tensor | None) -> Tensor:
+        if record is not None:
+            return _rounded_by_record(vectors, rounding, record)
         return dequantise(*quantise(vectors, rounding), rounding, vectors.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream, None, None
+
+
+def _rounded_by_record(vectors: Tensor, rounding: str, record: Tensor) -> Tensor:
+    """Return the nearest numbers whose codes have the recorded last bits."""
+    dim, n_scales = vectors.shape[-1], 2 if rounding == "int4" else 1
+    packed, scale_bytes = record[..., : -(-dim // 8)], record[..., -SCALE_DTYPE.itemsize * n_scales :]
+    bits = (packed[..., None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1).flatten(-2)
+    scales = scale_bytes.contiguous().view(SCALE_DTYPE).float()
+    wide = vectors.float() - (scales[..., 1:] if rounding == "int4" else 0.0)
+    place = _divided(wide, scales[..., :1])
+    least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[rounding]
+    if rounding == "fp8":  # ordered by their size, of which the sign is taken apart
+        code = place.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
+        number = torch.where(code < 128, code, 128 - code)
+    else:
+        number = place.round().clamp(least, most).int()
+    # The neighbour on the side of the vector, which is the nearest one with the other last bit.
+    step = torch.where(place >= _values(number, rounding), 1, -1)
+    moved = torch.where((number + step < least) | (number + step > most), number - step, number + step)
+    number = torch.where((number & 1) == bits[..., :dim], number, moved)
+    values = _values(number, rounding) * scales[..., :1]
+    return (values + scales[..., 1:] if rounding == "int4" else values).to(vectors.dtype)
+
+
+def _values(numbers: Tensor, rounding: str) -> Tensor:
+    """Return what the codes of these numbers stand for, without the scale."""
+    if rounding != "fp8":
+        return numbers.float()
+    return torch.where(numbers < 0, 128 - numbers, numbers).to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _each(codes: Tensor, rounding: str) -> Tensor:
+    """Return the code of each number in a byte of its own."""
+    return torch.cat([codes & 15, codes >> 4], dim=-1) if rounding == "int4" else codes
 
 
 def rounded_bytes(dim: int, rounding: str | None, dtype: torch.dtype) -> int:
@@ -96,3 +148,8 @@ def rounded_bytes(dim: int, rounding: str | None, dtype: torch.dtype) -> int:
         return dim * dtype.itemsize
     n_codes, n_scales = (dim // 2, 2) if rounding == "int4" else (dim, 1)
     return n_codes + n_scales * SCALE_DTYPE.itemsize
+
+
+def record_bytes(dim: int, rounding: str) -> int:
+    """Return the bytes of a vector's `record_of`."""
+    return -(-dim // 8) + SCALE_DTYPE.itemsize * (2 if rounding == "int4" else 1)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from lit_rlkv.kernels.rounding import dequantise, quantise
+from lit_rlkv.kernels.rounding import dequantise, quantise, record_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Slots:
             return self.parts[0]
         codes, scales = self.parts
         return dequantise(codes, scales, self.rounding, self.dtype)
+
+    def record(self) -> Tensor:
+        """Return the record of the codes, by which a learner finds them again."""
+        assert self.rounding is not None
+        codes, scales = self.parts
+        return record_of(codes, scales, self.rounding)
 
     def map(self, change: Callable[..., Tensor], *others: "Slots") -> "Slots":
         """Return `change` of each part, and of the same part of the others."""

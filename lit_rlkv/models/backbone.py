@@ -16,6 +16,7 @@ from lit_rlkv.kvcache.cache import LayerKind
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.models.rounded_view import RoundedView, record_in
 from lit_rlkv.models.routing import by_token, replayed_experts
 from lit_rlkv.types import NEVER
 
@@ -185,7 +186,7 @@ def hidden_states(
 
 
 def replay_arguments(
-    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"], rounding: str | None = None
+    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"], rounding: RoundedView | None = None
 ) -> dict[str, Any]:
     """Return what a forward of the learner passes to the model, beside tokens and positions."""
     evicted_at = within_windows(model, evicted_at)
@@ -241,7 +242,7 @@ def learner_states(
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
     is_read: Bool[Tensor, "batch seq"] | None = None,
     expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
-    rounding: str | None = None,
+    rounding: RoundedView | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states of a batch under replay; each different token is computed once.
 
@@ -259,13 +260,15 @@ def learner_states(
     is_token = attention_mask if is_read is None else attention_mask & is_read
     flat = None
     if not has_states(model):  # a state goes through its own row alone
-        flat = flat_tokens(input_ids, is_token, n_prompt, within_windows(model, evicted_at), expert_ids)
+        table = within_windows(model, evicted_at)
+        flat = flat_tokens(input_ids, is_token, n_prompt, table, expert_ids, record_in(rounding))
     if flat is None:
         return hidden_states(
             model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids, rounding=rounding
         )
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
     experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
+    rounding = None if rounding is None else rounding.flatten(flat)
     view: dict[str, Any] = {"evicted_at": evicted_at, "rounding": rounding, "flat": flat}
     return flat.spread(hidden_states(model, tokens, places, expert_ids=experts, **view)[0])
 

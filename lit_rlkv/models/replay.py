@@ -18,6 +18,7 @@ from lit_rlkv.models.backbone import (
     learner_states,
     text_config,
 )
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.types import Rollout
 
 _Result = TypeVar("_Result")
@@ -66,7 +67,7 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
         evicted_at[..., :-1],
         is_read=rollout.attention_mask[:, 1:],
         expert_ids=query_experts(rollout),
-        rounding=rollout.cache_dtype if shadow else None,
+        rounding=RoundedView.of(rollout, shadow=shadow, n_columns=-1),
     )
     return hidden[rollout.response_mask[:, 1:]]
 

@@ -213,6 +213,7 @@ def as_rollout(
         kv_bytes=kv_bytes,
         sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
         expert_ids=rows.expert_ids,
+        rounding_record=rows.rounding_record,
         temperature=temperature,
         cache_dtype=cache_dtype,
     )

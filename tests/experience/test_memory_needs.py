@@ -62,13 +62,13 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows, dtype):
     rollout = data.collect().rollout
     n_columns = int((rollout.attention_mask & ~rollout.response_mask).sum(dim=1).max())
 
-    def found(settings):
-        return rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)[
-            "KV cache"
-        ]
+    def found(settings, what="KV cache"):
+        return rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)[what]
 
     assert found(data.settings) == rollout.kv_bytes
     assert found(replace(data.settings, max_rows=4)) != rollout.kv_bytes
+    if dtype is not None:  # the pools of rows have one more column each, and end tokens cut the rollout
+        assert rollout.record_bytes["rounding_record"] <= found(data.settings, "record of codes")
 
 
 def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():

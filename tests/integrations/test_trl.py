@@ -99,9 +99,10 @@ def test_the_learner_rounds_as_the_sampler_did(model, tmp_path):
             self._rollout = replace(self._rollout, cache_dtype=None)
             return found
 
-    _, (row,) = train(model, tmp_path, cache_dtype="int4", max_steps=1)
-    _, (forgets,) = train(model, tmp_path, cache_dtype="int4", max_steps=1, trainer=Forgets)
-    assert row["kv/replay_gap"] < forgets["kv/replay_gap"] / 10
+    _, rows = train(model, tmp_path, cache_dtype="int4")
+    assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
+    _, (row,) = train(model, tmp_path, cache_dtype="int4", max_steps=1, trainer=Forgets)
+    assert row["kv/replay_gap"] > 1e-2
 
 
 @pytest.mark.parametrize(

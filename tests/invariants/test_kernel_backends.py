@@ -88,8 +88,7 @@ def test_kernels_read_the_codes_of_a_rounded_cache(dtype: str):
     with use_kernels("triton"), torch.no_grad():
         logps = replay_logps(model_of("llama"), rollout)
         blind = replay_logps(model_of("llama"), replace(rollout, cache_dtype=None))
-    # Float error may move a number to another code, and then shows in a few tokens.
-    assert (logps - rollout.rollout_logps)[is_token].abs().median() < 1e-5
+    assert (logps - rollout.rollout_logps)[is_token].abs().max() < 1e-4
     assert (blind - rollout.rollout_logps)[is_token].abs().median() > 3e-4
 
 

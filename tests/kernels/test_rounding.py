@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.rounding import ROUNDINGS, dequantise, quantise, rounded, rounded_bytes
+from lit_rlkv.kernels.rounding import (
+    ROUNDINGS,
+    dequantise,
+    quantise,
+    record_bytes,
+    record_of,
+    rounded,
+    rounded_bytes,
+)
 
 STEPS: dict[str, float] = {"int8": 1 / 127, "fp8": 2.0**-3, "int4": 2 / 15}
 """Distance of neighbouring numbers at most, relative to the largest one of a vector."""
@@ -88,9 +96,31 @@ def test_gradients_go_straight_through(rounding: str):
     assert torch.equal(x.grad, weight)
 
 
-def test_without_a_rounding_nothing_is_copied():
-    x = draw(4)
-    assert rounded(x, None) is x
+@pytest.mark.parametrize("dim", [64, 20])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_record_gives_the_codes_back_after_float_error(rounding: str, dim: int):
+    x = draw(500, dim)
+    codes, scales = quantise(x, rounding)
+    record = record_of(codes, scales, rounding)
+    assert record.shape[-1] == record_bytes(dim, rounding)
+    expected = dequantise(codes, scales, rounding, torch.float32)
+    assert torch.equal(rounded(x, rounding, record), expected)
+    moved = x + 1e-6 * draw(dim, 500).T
+    assert torch.equal(rounded(moved, rounding, record), expected)
+    assert not torch.equal(rounded(x, rounding, record.roll(1, dims=0)), expected)
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_the_record_bears_errors_below_half_a_step(rounding: str):
+    x = draw(500, 64)
+    codes, scales = quantise(x, rounding)
+    step = scales[..., :1].float()
+    expected = dequantise(codes, scales, rounding, torch.float32)
+    for share, is_right in ((0.49, True), (0.7, False)):
+        moved = x + share * step * draw(64, 500).T.sign()
+        found = rounded(moved, rounding, record_of(codes, scales, rounding))
+        assert torch.equal(found, expected) == is_right
+        assert not torch.equal(rounded(moved, rounding), expected)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

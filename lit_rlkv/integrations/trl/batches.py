@@ -11,6 +11,7 @@ from trl.trainer.utils import use_adapter
 
 from lit_rlkv.kernels.token_logps import TokenSets
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.types import Rollout
 
 RolloutRow = tuple[Rollout, int]
@@ -48,7 +49,7 @@ def rollout_of(rows: list[RolloutRow]) -> Rollout:
 def view_arguments(rollout: Rollout, attention_mask: Tensor, *, shadow: bool) -> dict[str, Any]:
     """Return what attention sees: evictions and rounding of a rollout, or all keys as they are."""
     if shadow:
-        return {"evicted_at": replay_evicted_at(rollout), "rounding": rollout.cache_dtype}
+        return {"evicted_at": replay_evicted_at(rollout), "rounding": RoundedView.of(rollout, shadow=True)}
     return {"evicted_at": dense_evicted_at(attention_mask.bool()), "rounding": None}
 
 

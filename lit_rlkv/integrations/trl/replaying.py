@@ -39,6 +39,7 @@ from lit_rlkv.models.backbone import (
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.hydra import checkpoint_layers
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.models.rounded_view import record_in
 from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
@@ -218,10 +219,13 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         elif not has_states(backbone):
             is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
-            flat = flat_tokens(input_ids, is_token, n_prompt, arguments["evicted_at"], expert_ids)
+            tables = (arguments["evicted_at"], expert_ids, record_in(view["rounding"]))
+            flat = flat_tokens(input_ids, is_token, n_prompt, *tables)
         if flat is not None:
             input_ids, positions = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
             expert_ids = None if expert_ids is None else flat.flatten_columns(expert_ids)
+            if "rounding" in arguments:
+                arguments["rounding"] = arguments["rounding"].flatten(flat)
         if expert_ids is not None and torch.is_grad_enabled() and backbone.is_gradient_checkpointing:
             checkpoint_layers(backbone)  # which recompute with the experts of their forward
         # With sets the log-probs are computed below, and TRL's head gets no position.
