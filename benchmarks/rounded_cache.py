@@ -1,6 +1,6 @@
 """Rounded keys and values on a pretrained model: what they cost at equal bytes, and how exact the replay is.
 
-    python benchmarks/rounded_cache.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts schemes replay answers]
+    python benchmarks/rounded_cache.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts replay]
     python benchmarks/rounded_cache.py --report         tables and figure of docs/results/pretrained.md
 
 `make smollm2` fetches the model. *answers*: documents and few-shot questions, the prompts and the measures of

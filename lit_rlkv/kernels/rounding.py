@@ -16,6 +16,11 @@ It has the range of float32, and is the same in sampler and learner unless float
 roundings, which happens to a vector more rarely than to one of its codes."""
 
 
+SAME_SCALE = {"int8": 1 / 64, "fp8": 1 / 16, "int4": 1 / 12}
+SAME_ZERO = 0.6
+"""Most that errors below half a step change a scale, relative to it, and a zero point, in steps."""
+
+
 def quantise(
     vectors: Float[Tensor, "*lead dim"], rounding: str
 ) -> tuple[UInt8[Tensor, "*lead byte"], BFloat16[Tensor, "*lead scale"]]:
@@ -87,7 +92,8 @@ def rounded(
 
     Args:
         record: `record_of` the sampler's codes. The result is then theirs, in spite of any error of the
-            vectors below half a step; None: the vectors are rounded by themselves.
+            vectors below half a step, and within a step of any vector. One whose scale is another, as of
+            other weights, is rounded by itself. None: all are.
     """
     out: Tensor = _Rounded.apply(vectors, rounding, record)  # type: ignore[no-untyped-call]
     return out
@@ -98,9 +104,9 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, rounding: str, record: Tensor | None) -> Tensor:
-        if record is not None:
-            return _rounded_by_record(vectors, rounding, record)
-        return dequantise(*quantise(vectors, rounding), rounding, vectors.dtype)
+        codes, scales = quantise(vectors, rounding)
+        own = dequantise(codes, scales, rounding, vectors.dtype)
+        return own if record is None else _by_record(vectors, own, scales.float(), rounding, record)
 
     @staticmethod
     @once_differentiable
@@ -108,8 +114,8 @@ class _Rounded(torch.autograd.Function):
         return upstream, None, None
 
 
-def _rounded_by_record(vectors: Tensor, rounding: str, record: Tensor) -> Tensor:
-    """Return the nearest numbers whose codes have the recorded last bits."""
+def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, rounding: str, record: Tensor) -> Tensor:
+    """Return the nearest numbers whose codes have the recorded last bits; `own` if the scale is another."""
     dim, n_scales = vectors.shape[-1], 2 if rounding == "int4" else 1
     packed, scale_bytes = record[..., : -(-dim // 8)], record[..., -SCALE_DTYPE.itemsize * n_scales :]
     bits = (packed[..., None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1).flatten(-2)
@@ -127,7 +133,12 @@ def _rounded_by_record(vectors: Tensor, rounding: str, record: Tensor) -> Tensor
     moved = torch.where((number + step < least) | (number + step > most), number - step, number + step)
     number = torch.where((number & 1) == bits[..., :dim], number, moved)
     values = _values(number, rounding) * scales[..., :1]
-    return (values + scales[..., 1:] if rounding == "int4" else values).to(vectors.dtype)
+    values = values + scales[..., 1:] if rounding == "int4" else values
+    error = (own_scales - scales).abs() / scales[..., :1]
+    is_same = error[..., :1] <= SAME_SCALE[rounding]
+    if rounding == "int4":
+        is_same &= error[..., 1:] <= SAME_ZERO
+    return torch.where(is_same, values.to(vectors.dtype), own)
 
 
 def _values(numbers: Tensor, rounding: str) -> Tensor:

@@ -125,6 +125,8 @@ class SlotCache(Cache):
         self.first[index], self.column[index] = first, first - 1
         for layer in self.slot_layers:
             layer.begin(index)
+            if layer.rounding_record is not None:
+                layer.rounding_record[index] = 0
 
     def table_without_evictions(self, rows: Int[Tensor, " row"] | slice) -> Int[Tensor, "row 1 seq"]:
         """Return the eviction table of a head that keeps all keys: 0 before the first token of each row."""

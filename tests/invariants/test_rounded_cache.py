@@ -138,7 +138,7 @@ def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: s
     assert gap(learner, rollout) < 1e-4
     assert gap(learner, by_itself(rollout)) > 2e-3
     wrong = replace(rollout, rounding_record=rollout.rounding_record.roll(1, dims=-1))
-    assert gap(model, wrong) > 1e-2
+    assert gap(model, wrong) > 2e-3
 
 
 @pytest.mark.parametrize("dtype", ROUNDINGS)

@@ -134,3 +134,13 @@ def test_an_odd_number_of_dimensions_is_refused_in_four_bits():
     with pytest.raises(ValueError, match=r"cache\.dtype=int4 .* heads have 7 dimensions; use int8 or fp8"):
         quantise(draw(7), "int4")
     assert rounded(draw(7), "int8").shape == (7,)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_vector_of_other_weights_is_rounded_by_itself(rounding: str):
+    x = draw(200, 64)
+    record = record_of(*quantise(x, rounding), rounding)
+    assert torch.equal(rounded(1.5 * x, rounding, record), rounded(1.5 * x, rounding))
+    other = draw(64, 200).T.contiguous()
+    step = (other.amax(-1) - other.amin(-1)).max() * STEPS[rounding]
+    assert (rounded(other, rounding, record) - other).abs().max() <= 2.5 * step
