@@ -53,7 +53,7 @@ class CacheConfig:
     )
     dtype: str | None = option(
         None,
-        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner repeats; null: they "
+        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner replays; null: they "
         "stay in the model's dtype",
     )
     target_overlap: Number | None = option(

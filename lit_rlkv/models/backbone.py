@@ -186,7 +186,9 @@ def hidden_states(
 
 
 def replay_arguments(
-    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"], rounding: RoundedView | None = None
+    model: PreTrainedModel,
+    evicted_at: Int[Tensor, "batch layer kv_head seq"],
+    rounding: RoundedView | None = None,
 ) -> dict[str, Any]:
     """Return what a forward of the learner passes to the model, beside tokens and positions."""
     evicted_at = within_windows(model, evicted_at)

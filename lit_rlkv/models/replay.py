@@ -137,9 +137,10 @@ def replay_logps(
     """Return the log-probs of the rollout's response tokens in one forward; 0 outside `response_mask`.
 
     Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, rounded as
-    they were there (`cache_dtype`; gradients go straight through the rounding), so with the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
-    all earlier tokens. Either way the distributions are over the tokens that the sampler chose from, and
-    routers take the experts that the rollout recorded, if it did.
+    they were there (gradients go straight through the rounding), so with the same weights the result equals
+    `rollout.rollout_logps` up to float error. Without it each query sees all earlier tokens. Either way the
+    distributions are over the tokens that the sampler chose from, and routers take the experts that the
+    rollout recorded, if it did.
 
     Args:
         temperature: of the softmax; None: the one that the rollout was sampled at.
