@@ -38,7 +38,9 @@ from lit_rlkv import CacheSpec
 
 NAME = "rounded_cache"
 FIGURE = ROOT / "docs" / "results" / "pictures" / "rounded_cache.png"
-ROWS, PROMPT, NEW = 4, 256, 64
+TEXT = {"rows": 4, "tokens": 256}
+"""Size of the text that the schemes are measured on."""
+ROWS, PROMPT, NEW = 2, 128, 48
 """Rollouts whose replay is measured: sequences, and tokens of prompts and responses."""
 CACHES = {"dense": CacheSpec.dense(), "snapkv": CacheSpec("snapkv", 64, 16, 4, 8)}
 PRECISIONS = ("float32", "bfloat16")
@@ -48,20 +50,20 @@ Cells = Iterator[tuple[dict, Callable[[], dict]]]
 """What identifies each measurement, and how to make it."""
 
 
-def tokens_of(models: Models) -> Tensor:
-    """Return the text of the rollouts, [row, token]."""
+def text_of(models: Models, n_rows: int, n_tokens: int) -> Tensor:
+    """Return text of this site, [row, token]."""
     text = "\n".join(file.read_text(encoding="utf-8") for file in TEXTS)
-    return models.tokenizer(text, return_tensors="pt").input_ids[0, : ROWS * PROMPT].view(ROWS, PROMPT)
+    return models.tokenizer(text, return_tensors="pt").input_ids[0, : n_rows * n_tokens].view(n_rows, -1)
 
 
 def scheme_cells(models: Models, model: str) -> Cells:
     for bits, scheme in product(schemes.BITS, schemes.SCHEMES):
-        cell = {"block": "schemes", "bits": bits, "scheme": scheme, "rows": ROWS, "tokens": PROMPT}
-        yield cell, partial(schemes.measure, models.float32, tokens_of(models), scheme, bits)
+        cell = {"block": "schemes", "bits": bits, "scheme": scheme, **TEXT}
+        yield cell, partial(schemes.measure, models.float32, text_of(models, *TEXT.values()), scheme, bits)
 
 
 def replay_cells(models: Models, model: str) -> Cells:
-    ids = tokens_of(models)
+    ids = text_of(models, ROWS, PROMPT)
     for precision, policy, dtype in product(PRECISIONS, CACHES, DTYPES):
         cell = {"block": "replay", "precision": precision, "policy": policy, "dtype": dtype}
         cell |= {"rows": ROWS, "prompt": PROMPT, "tokens": NEW}
