@@ -15,7 +15,6 @@ from lit_rlkv.kernels.rounding import dequantise, quantise, rounded
 from lit_rlkv.kvcache import slots
 from lit_rlkv.models import rounded_view
 
-FLOAT = torch.float32
 Coded = tuple[Tensor, Tensor]
 """Codes and scales."""
 
@@ -44,18 +43,16 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     if spec.dtype is None:
         return found | {"gap": _gap(model, rollout)}
     n_streams = 2 * model.config.num_hidden_layers  # keys and values of each layer
+    coded = [zip(*sampled[stream::n_streams], strict=True) for stream in range(n_streams)]
     streams = [
-        dequantise(
-            *(torch.cat(parts, 2) for parts in zip(*sampled[i::n_streams], strict=True)), spec.dtype, FLOAT
-        )
-        for i in range(n_streams)
+        dequantise(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
     ]
     found["record_bytes"], found["kv_bytes"] = rollout.record_bytes, rollout.kv_bytes
     for name, learner in {"gap": rollout, "by_itself": replace(rollout, rounding_record=None)}.items():
         numbers: list[Tensor] = []
         with in_place_of(rounded_view, "rounded", _listening(numbers)):
             found[name] = _gap(model, learner)
-        moved = [(a != b.float()).float().mean().item() for a, b in zip(streams, numbers, strict=True)]
+        moved = [(a != b).float().mean().item() for a, b in zip(streams, numbers, strict=True)]
         found[f"{name}_moved"] = sum(moved) / len(moved)
         found[f"{name}_moved_by_layer"] = [
             round(sum(moved[i : i + 2]) / 2, 7) for i in range(0, n_streams, 2)

@@ -54,7 +54,7 @@ def _group(rows: Sequence[Row], kind: str, dtype: str | None, keys: int | None) 
     found = [
         row
         for row in rows
-        if (row["cell"]["block"], row["cell"]["dtype"], row["cell"].get("keys_16bit")) == wanted
+        if tuple(row["cell"].get(name) for name in ("block", "dtype", "keys_16bit")) == wanted
     ]
     return Group(tuple(found)) if found else None
 
