@@ -80,9 +80,12 @@ COMPARISONS = {
     f"{MAIN_PLACE}, one rate, as long as smd takes": ("clock",),
 }
 """Blocks that are read together, by title; `comparisons` cuts up those of tasks, budgets, policies."""
-SHOWN = f"{MAIN_PLACE}, one rate"
-"""Blocks that the first table and the figure of docs/results/study.md show."""
-FIGURES = record.ROOT / "docs" / "results" / "pictures"
+FIGURES = {
+    f"{MAIN_PLACE}, one rate": "study.png",
+    f"products, budget {plan.BUDGETS['products']}, one rate": "study_tools.png",
+}
+"""Figures of docs/results/study.md, by the title of what they show."""
+PICTURES = record.ROOT / "docs" / "results" / "pictures"
 
 
 def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
@@ -93,7 +96,7 @@ def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
             found[title] = rows_of(
                 [setting for block in blocks for setting in settings_of(block, done)], done
             )
-    for block in ("tasks", "half_learned", "budgets", "policies", "pretrained"):
+    for block in ("tasks", "half_learned", "budgets", "policies", "pretrained", "tools", "more_tools"):
         for setting in settings_of(block, done):
             title = f"{setting.task}, budget {setting.budget}, one rate"
             if setting.policy != plan.MAIN_POLICY:
@@ -130,10 +133,11 @@ def report(done: dict[str, dict]) -> str:
 
 def draw(done: dict[str, dict]) -> None:
     """Draw the figures."""
-    if arms := tables.by_arm(comparisons(done).get(SHOWN, ())):
-        plot.draw(arms, FIGURES / "study.png")
+    for title, name in FIGURES.items():
+        if arms := tables.by_arm(comparisons(done).get(title, ())):
+            plot.draw(arms, PICTURES / name)
     if rows := overlap_rows(done):
-        overlap.draw([row for row in rows if row["lr"] == plan.COMMON_RATE], FIGURES / "overlap.png")
+        overlap.draw([row for row in rows if row["lr"] == plan.COMMON_RATE], PICTURES / "overlap.png")
 
 
 def describe(row: dict) -> str:

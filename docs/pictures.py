@@ -15,7 +15,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
@@ -114,9 +114,9 @@ def draw_mask(axes: Axes, state: np.ndarray, title: str, x_label: str, y_label: 
     style.label_axes(axes, x_label, y_label)
 
 
-def color_legend(figure: Figure, place: str, **colors: str) -> None:
+def color_legend(figure: Figure, place: str, n_columns: int = 3, **colors: str) -> None:
     handles = [Patch(color=color, label=name.replace("_", " ")) for name, color in colors.items()]
-    figure.legend(handles=handles, loc=place, ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc=place, ncols=n_columns, frameon=False, fontsize=9)
 
 
 def mask_of(evicted_at: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -176,25 +176,44 @@ def turns(model: PreTrainedModel) -> Figure:
         decoder.step()
     evicted_at = decoder.read_rows([0]).evicted_at[0, 0, 0, :-1]
     is_causal, is_seen = mask_of(evicted_at)
-    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.3), layout="constrained")
     lives, counts = figure.subplots(1, 2, width_ratios=(1.1, 1))
     draw_mask(lives, (is_causal.astype(int) + is_seen).T, "one KV head", "step", "key")
     style.style_axes(counts)
     step = np.arange(len(evicted_at))
     counts.step(step, step + 1, where="mid", color=MUTED, lw=1.6, ls="--", label="dense cache")
-    counts.step(step, is_seen.sum(axis=1), where="mid", color=BLUE, lw=2.2, label="evicting cache")
+    n_seen = is_seen.sum(axis=1)
+    counts.step(step, n_seen, where="mid", color=BLUE, lw=2.2, label="evicting cache")
+    cut = np.flatnonzero(np.diff(n_seen) < 0)
+    counts.plot(cut, n_seen[cut] + 2.5, "v", color=VERMILLION, ms=5, label="compaction")
     counts.axhline(CACHE.budget, color=VERMILLION, lw=0.9, label=f"budget {CACHE.budget}")
-    response = n_prompt + n_turn
+    ends = np.cumsum([n_prompt, n_turn, n_given, n_turn])
     for axes in (lives, counts):
         for end in range(n_prompt % chunk or chunk, n_prompt, chunk):
             axes.axvline(end - 0.5, color=INK, lw=0.7, ls=":")
-    for begin, end in ((0, n_prompt), (response, response + n_given)):
-        counts.axvspan(begin - 0.5, end - 0.5, color=GREEN, alpha=0.12, lw=0)
-    counts.set_title("keys that a query sees", fontsize=10, color=INK, loc="left")
+        for begin, end, color in zip([0, *ends], ends, (MUTED, PURPLE, GREEN, PURPLE), strict=False):
+            band(axes, begin - 0.5, min(end, len(step)) - 0.5, color)
+        axes.set_title(axes.get_title("left"), fontsize=10, color=INK, loc="left", pad=14)
+    counts.set_title("keys that a query sees", fontsize=10, color=INK, loc="left", pad=14)
     style.label_axes(counts, "step", "")
-    counts.legend(frameon=False, fontsize=8.5, loc="upper left")
-    color_legend(figure, "outside upper left", in_the_cache=BLUE, evicted=SAND, given_tokens="#DDF0EA")
+    counts.legend(fontsize=8.5, loc="upper left", edgecolor="white", framealpha=1)
+    color_legend(
+        figure,
+        "outside upper left",
+        n_columns=5,
+        prompt=MUTED,
+        sampled=PURPLE,
+        given=GREEN,
+        key_in_the_cache=BLUE,
+        evicted=SAND,
+    )
     return figure
+
+
+def band(axes: Axes, begin: float, end: float, color: str) -> None:
+    """Draw a coloured band over some steps, above the axes."""
+    place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "lw": 0}
+    axes.add_patch(Rectangle((begin, 1.015), end - begin, 0.025, color=color, **place))
 
 
 EQUAL = 1e-8

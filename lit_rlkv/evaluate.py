@@ -73,6 +73,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     """
     from lit_rlkv.evaluation.estimates import estimate
     from lit_rlkv.evaluation.evaluator import caches_to_evaluate
+    from lit_rlkv.experience.reward import accuracy_component
     from lit_rlkv.runs import environment
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
     from lit_rlkv.stages.evaluation import score_caches
@@ -117,6 +118,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "seed": cfg.seed,
         "n_prompts": scored[0][0].n_problems,
         "n_samples": asked.n_samples,
+        "accuracy": accuracy_component(cfg.reward),
         **{key: getattr(cfg.evaluation, key) for key in SAMPLING},
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import random
 import re
 import shlex
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from lit_rlkv.environments import Tools
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -79,3 +82,18 @@ def test_the_command_of_the_own_reward_logs_it(tmp_path):
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert all(float(row["rewards/custom/std"]) > 0 for row in rows)
+
+
+def test_the_tool_answers_the_calls_that_the_prompt_shows(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    own = importlib.import_module("examples.own_tool")
+    problem = own.Multiplication().sample(random.Random(0))
+    said = [message for message in problem.prompt if message.role in ("assistant", "tool")]
+    environment = Tools([own.multiply])
+    for turn, result in zip(said[::3], said[1::3], strict=True):
+        assert environment.step(turn.content) == ([result], 0.0, False)
+    # The last message asks for the product that is the answer.
+    factors = map(int, re.findall(r"\d+", problem.prompt[-1].content))
+    assert problem.answer == str(own.multiply(*factors))
+    assert own.Multiplication().score(problem, problem.solution) == 1.0
+    assert own.Multiplication().score(problem, own.Multiplication().corrupt(problem, random.Random(0))) == 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from study_parts.plan import N_RESPONSES, PRETRAINED_RESPONSES
+from study_parts.plan import N_RESPONSES, OTHER_RESPONSES
 
 from lit_rlkv.evaluation.intervals import t_level, t_quantile
 
@@ -111,7 +111,7 @@ def rollouts_to(row: Row, accuracy: float) -> int | None:
 
 
 def responses_per_iteration(row: Row) -> int:
-    return PRETRAINED_RESPONSES if row["task"] == "smollm2" else N_RESPONSES
+    return OTHER_RESPONSES.get(row["task"], N_RESPONSES)
 
 
 def gained(row: Row, view: str) -> float:

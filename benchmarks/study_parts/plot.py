@@ -26,6 +26,8 @@ LARGEST_LOSS = 25.0
 """Points; seeds that lost more are numbers at the edge, so that the others can be told apart."""
 
 
+LEAST_WINDOWS = 6
+"""Windows of the averaged reward that a run has at least."""
 DPI = 200
 """Twice the 100 pixels per inch of a page."""
 
@@ -79,17 +81,19 @@ def _gains(axes: Axes, by_arm: Mapping[str, Sequence[Row]], arms: Sequence[str],
 
 
 def _curves(axes: Axes, by_arm: Mapping[str, Sequence[Row]]) -> None:
+    n_averaged = SMOOTHING
     for arm, color in COLORS.items():
         rows = by_arm.get(f"{arm}+anchor", ())
         if not rows:
             continue
+        n_averaged = min(SMOOTHING, len(rows[0]["rewards"]) // LEAST_WINDOWS)
         rewards = np.stack(
-            [np.convolve(row["rewards"], np.ones(SMOOTHING) / SMOOTHING, "valid") for row in rows]
+            [np.convolve(row["rewards"], np.ones(n_averaged) / n_averaged, "valid") for row in rows]
         )
-        at = (np.arange(rewards.shape[1]) + SMOOTHING) * responses_per_iteration(rows[0])
+        at = (np.arange(rewards.shape[1]) + n_averaged) * responses_per_iteration(rows[0])
         # The reward of dense is with all keys, that of the others under the budget.
         axes.plot(at, rewards.mean(0), "--" if arm == "dense" else "-", color=color, lw=1.8, label=arm)
-    axes.set(xlabel="Responses sampled", ylabel=f"Reward, mean of {SMOOTHING} iterations", ylim=(None, 1.02))
+    axes.set(xlabel="Responses sampled", ylabel=f"Reward, mean of {n_averaged} iterations", ylim=(None, 1.02))
     axes.grid(color="#e3e6eb", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.5), ncols=2)

@@ -105,7 +105,7 @@ class RolloutConfig:
         above=0,
         most=86_400,
     )
-    environment_workers: int = option(8, "environments that are called at a time", least=1, most=4096)
+    environment_workers: int = option(64, "environments that are called at a time", least=1, most=4096)
     n_shards: int | None = option(
         None,
         "parts of the prompts with random numbers of their own; fixed, a run is the same on 1 to n_shards "
@@ -266,7 +266,9 @@ class RewardConfig:
     )
     functions: Node = option({}, "more scores by name, each a _target_ of lit_rlkv.rewards with a weight")
     accuracy: str | None = option(
-        None, "the function that evaluations count right answers by; null: the task's own score"
+        None,
+        "the function that evaluations count right answers by, or `environment`; null: the task's own score, "
+        "or the reward of the environment where only that has a weight",
     )
     max_failed: Number = option(
         0.5, "share of an iteration's responses whose reward may fail before the run ends", least=0, most=1

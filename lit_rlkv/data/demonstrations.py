@@ -1,6 +1,6 @@
 """Demonstrations: worked solutions to imitate, and preference pairs, as batches for the SFT stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -59,6 +59,11 @@ class SFTBatch(TensorBatch):
     """Optimizer steps of the iteration done after this micro-batch; a part of a step is a fraction."""
 
 
+def own_prompts(problems: Sequence[Problem]) -> list[Prompt]:
+    """Return the prompts as the task has them."""
+    return [problem.prompt for problem in problems]
+
+
 class PreferenceDataModule(L.LightningDataModule):
     """Endless demonstrations and pairs, `steps_per_loader` batches a loader, each continuing the last.
 
@@ -68,6 +73,7 @@ class PreferenceDataModule(L.LightningDataModule):
         tokens_per_pass: most tokens of a micro-batch, padding included.
         ranks: those among which `source` divides the problems.
         tools: functions that the chat template describes, as in the rollouts.
+        prompts_of: returns the prompts of problems, as in the rollouts.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class PreferenceDataModule(L.LightningDataModule):
         ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
         tools: Sequence[Tool] = (),
+        prompts_of: Callable[[Sequence[Problem]], Sequence[Prompt]] = own_prompts,
     ) -> None:
         super().__init__()
         self.task = task
@@ -95,6 +102,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.seed = seed
         self.tokens_per_pass = tokens_per_pass
         self.tools = tools
+        self.prompts_of = prompts_of
         self.n_batches = 0
 
     def train_dataloader(self) -> DataLoader[SFTBatch]:
@@ -146,8 +154,8 @@ class PreferenceDataModule(L.LightningDataModule):
         return self._encoded(problems[own], rejected[own])
 
     def _encoded(self, problems: Sequence[Problem], completions: Sequence[str]) -> DemonstrationBatch:
-        prompts, turns = [p.prompt for p in problems], [p.turns for p in problems]
-        return encode_completions(self.tokenizer, prompts, completions, turns, self.tools)
+        turns = [problem.turns for problem in problems]
+        return encode_completions(self.tokenizer, self.prompts_of(problems), completions, turns, self.tools)
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "source": self.source.state_dict()}

@@ -218,14 +218,20 @@ def _open_ended(input_ids: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def count_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *completions: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *completions: Sequence[str],
+    tools: Sequence[Tool] = (),
 ) -> list[list[int]]:
     """Return the number of tokens of each prompt, and of each text of further columns of completions.
+
+    Args:
+        tools: see `format_prompt`.
 
     Raises:
         ValueError: a row cannot be encoded; `encode_prompt` and `encode` say which and why.
     """
-    texts = _format_prompts(tokenizer, prompts)
+    texts = _format_prompts(tokenizer, prompts, tools)
     has_template = tokenizer.chat_template is not None
     if is_task_tokenizer(tokenizer):  # which has no token for an unknown character either
         columns = [texts, *completions]
@@ -312,13 +318,17 @@ def _messages(prompt: Prompt) -> list[dict[str, str]]:
     return [dict(vars(message)) for message in chat]
 
 
-def _format_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[str]:
+def _format_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], tools: Sequence[Tool]
+) -> list[str]:
     """Return the prompts as in `format_prompt`, a chat template in one call."""
     if tokenizer.chat_template is None:
         return [format_prompt(tokenizer, prompt) for prompt in prompts]
     chats = [_messages(prompt) for prompt in prompts]
     try:
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        texts = tokenizer.apply_chat_template(
+            chats, tools=[*tools] or None, tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
         raise ValueError(f"the tokenizer's chat template refuses a prompt: {error}") from error
     return cast(list[str], texts)

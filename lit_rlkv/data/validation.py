@@ -7,7 +7,7 @@ from itertools import islice, repeat
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import count_tokens, encode, encode_prompt
+from lit_rlkv.data.tokenizers import Tool, count_tokens, encode, encode_prompt
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import ExactMatch, MathVerify, Numeric, RewardFunction, RewardManager
 from lit_rlkv.tasks import Task, UserTask
@@ -48,18 +48,20 @@ def measure(
     seed: int,
     *,
     needs_eval_split: bool,
+    tools: Sequence[Tool] = (),
     on_progress: Callable[[int], object] = int,
 ) -> Sizes:
     """Count the tokens of all rows of a user's data, or of the first problems of another task.
 
     Args:
+        tools: functions that the chat template describes in each prompt.
         on_progress: called with the number of further rows.
     """
     if needs_eval_split:
         PromptSource(task, split="eval", seed=seed).take(1)
     sizes, errors, rows = Sizes([], [], [], []), RowErrors(), _rows(task, seed)
     while chunk := [*islice(rows, _CHUNK)]:
-        prompts, *completions = _token_counts(tokenizer, chunk, errors)
+        prompts, *completions = _token_counts(tokenizer, chunk, errors, tools)
         solutions, rejected = ([n + 1 for n in counts] for counts in completions)
         sizes.prompts.extend(prompts)
         sizes.solutions.extend(solutions)
@@ -151,15 +153,18 @@ def _rows(task: Task, seed: int) -> Iterator[tuple[str, _Row]]:
 
 
 def _token_counts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, _Row]], errors: RowErrors
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[tuple[str, _Row]],
+    errors: RowErrors,
+    tools: Sequence[Tool],
 ) -> Sequence[Sequence[int]]:
     """Return the tokens of each column: from one batch, or row by row to name those that cannot be used."""
     try:
         counts: Sequence[Sequence[int]] = count_tokens(
-            tokenizer, *zip(*(row for _, row in rows), strict=True)
+            tokenizer, *zip(*(row for _, row in rows), strict=True), tools=tools
         )
     except ValueError:
-        return [*zip(*errors.parse(rows, lambda row: _count_row(tokenizer, *row)), strict=True)] or [
+        return [*zip(*errors.parse(rows, lambda row: _count_row(tokenizer, tools, *row)), strict=True)] or [
             [],
             [],
             [],
@@ -168,5 +173,8 @@ def _token_counts(
     return counts
 
 
-def _count_row(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *completions: str) -> tuple[int, ...]:
-    return len(encode_prompt(tokenizer, prompt)), *(len(encode(tokenizer, text)) for text in completions)
+def _count_row(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], prompt: Prompt, *completions: str
+) -> tuple[int, ...]:
+    n_prompt = len(encode_prompt(tokenizer, prompt, tools))
+    return n_prompt, *(len(encode(tokenizer, text)) for text in completions)

@@ -59,6 +59,20 @@ class EnvironmentPool:
         """Make and reset the environments of these responses."""
         return TextConversations(self, problems)
 
+    def prompts(self, problems: Sequence[Problem]) -> list[Prompt]:
+        """Return the prompts with what `reset` appends, from environments that are not used further.
+
+        Raises:
+            ValueError: a `reset` failed.
+        """
+        talk = self.begin(problems)
+        if talk.errors:
+            place, error = next(iter(talk.errors.items()))
+            raise ValueError(
+                f"the environment's reset failed for {prompt_text(problems[place].prompt)!r:.200}: {error}"
+            )
+        return talk.prompts(group_size=1)
+
     def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Return the future result of a call."""
         if self.settings.environment_timeout_s is not None:

@@ -131,6 +131,7 @@ class Evaluator:
         batch_size: most responses sampled at a time.
         tokens_per_pass: most tokens of a forward, padding included.
         environments: answer the turns of responses, of which the last is scored; None: there is one turn.
+        is_environment_score: the score is the environment's reward, the sum over the turns, instead.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Evaluator:
         batch_size: int = 512,
         tokens_per_pass: int = TOKENS_PER_PASS,
         environments: EnvironmentPool | None = None,
+        is_environment_score: bool = False,
     ) -> None:
         self.roles = roles
         self.tokenizer = tokenizer
@@ -171,6 +173,7 @@ class Evaluator:
         self.batch_size = batch_size
         self.tokens_per_pass = tokens_per_pass
         self.environments = environments
+        self.is_environment_score = is_environment_score
 
     @property
     def n_tokens(self) -> int:
@@ -274,7 +277,10 @@ class Evaluator:
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         asked = [self.problems[problem] for problem, _ in places]
-        scores = self.accuracy(asked, completions)
+        if talk is not None and self.is_environment_score:
+            scores = talk.returns
+        else:
+            scores = self.accuracy(asked, completions)
         if talk is not None:  # a response whose environment failed has no score
             scores = scores.masked_fill(talk.returns.isnan().to(scores.device), torch.nan)
         lengths = rollout.response_mask.sum(dim=1).tolist()

@@ -25,6 +25,13 @@ OWN = (EXACT_MATCH, "learned", ENVIRONMENT)
 """Components that are not reward functions: of the task's verifier, the reward role and an environment."""
 
 
+def accuracy_component(config: RewardConfig) -> str:
+    """Return the component of the reward by which evaluations count right answers."""
+    if config.accuracy is not None:
+        return config.accuracy
+    return ENVIRONMENT if config.environment != 0 and config.verifier == 0 else EXACT_MATCH
+
+
 class RewardsFailedError(OneLineError, RuntimeError):
     """Too few responses have a reward to continue."""
 
@@ -64,9 +71,12 @@ class RewardRule:
             raise ValueError(
                 f"names of functions must be identifiers other than {', '.join(OWN)}, got {', '.join(bad)}"
             )
-        if config.accuracy is not None and config.accuracy not in self.functions:
+        if config.accuracy not in (None, ENVIRONMENT, *self.functions):
             known = ", ".join(self.functions) or "none"
-            raise ValueError(f"accuracy must name one of the functions ({known}), got {config.accuracy!r}")
+            raise ValueError(
+                f"accuracy must name one of the functions ({known}) or be {ENVIRONMENT}, got "
+                f"{config.accuracy!r}"
+            )
 
     def from_completions(
         self,

@@ -22,7 +22,7 @@ class LoggedSample:
     answer: str = ""
     """The task's reference answer; empty if it has none."""
     is_right: bool | None = None
-    """True if the task's verifier or the function `reward.accuracy` gives full score; None without one."""
+    """True if the task's verifier, or what `reward.accuracy` names, gives full score; None without one."""
 
 
 def read_samples(path: Path) -> list[LoggedSample]:

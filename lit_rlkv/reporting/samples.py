@@ -33,8 +33,8 @@ class Samples(RLCallback):
     samples.jsonl in `run_dir` has all of them; a resumed run keeps those up to its checkpoint.
 
     Args:
-        accuracy: component of the reward that says if a response is correct; the task's verifier, or the
-            function that `reward.accuracy` names.
+        accuracy: component of the reward that says if a response is correct; the task's verifier, or what
+            `reward.accuracy` names.
         resumed_at: iterations in the checkpoint that the run resumes from.
     """
 

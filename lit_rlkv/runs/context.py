@@ -1,6 +1,7 @@
 """RunContext: the objects that all stages of a run share."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from lit_rlkv.config import Config, ConfigError, as_config_errors, expanded, find_gguf, require
 from lit_rlkv.config.options import show
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import load_tokenizer
+from lit_rlkv.data.tokenizers import Tool, load_tokenizer
 from lit_rlkv.data.validation import (
     N_CHECKED,
     Sizes,
@@ -23,6 +24,7 @@ from lit_rlkv.data.validation import (
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
+from lit_rlkv.experience.reward import OWN, accuracy_component
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
@@ -73,8 +75,9 @@ class RunContext:
 
     @property
     def accuracy(self) -> Accuracy:
-        """The function that decides in evaluations if a response is correct."""
-        return accuracy_of(self.task, self.rewards, self.cfg.reward.accuracy)
+        """The function that decides if a response is correct, unless an environment's reward does."""
+        name = accuracy_component(self.cfg.reward)
+        return accuracy_of(self.task, self.rewards, None if name in OWN else name)
 
 
 def pretrained_path(path: str | None, runs_dir: str) -> str | None:
@@ -107,7 +110,7 @@ def build_context(
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
     factory = cfg.parts.environment_factory
     environments = None if factory is None else EnvironmentPool(factory, cfg.rollout, tokenizer)
-    sizes = _measured(cfg, tokenizer, task)
+    sizes = _measured(cfg, tokenizer, task, () if environments is None else environments.tools)
     return RunContext(cfg, fabric, tokenizer, task, sizes, rewards, environments, pass_limit=pass_limit)
 
 
@@ -140,12 +143,19 @@ def _check_device(cfg: Config, device: torch.device) -> None:
         )
 
 
-def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task) -> Sizes:
+def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task, tools: Sequence[Tool]) -> Sizes:
     """Count tokens of prompts and solutions; refuse a max_new_tokens that would cut solutions for SFT."""
     limit = cfg.rollout.max_new_tokens
     n_rows = len(task) if isinstance(task, UserTask) else N_CHECKED
     with as_config_errors("task"), track("count tokens of row", n_rows, quiet_s=QUIET_S) as advance:
-        sizes = measure(task, tokenizer, cfg.seed, needs_eval_split="eval" in cfg.stages, on_progress=advance)
+        sizes = measure(
+            task,
+            tokenizer,
+            cfg.seed,
+            needs_eval_split="eval" in cfg.stages,
+            tools=tools,
+            on_progress=advance,
+        )
     longest = max(sizes.solutions)
     if "sft" in cfg.stages and min(sizes.solutions) == 1:
         raise ConfigError(

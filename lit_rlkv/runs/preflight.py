@@ -20,7 +20,7 @@ from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.budget_control import BudgetController
-from lit_rlkv.experience.reward import RewardRule
+from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
@@ -317,6 +317,10 @@ def _check_verifier(cfg: CheckedConfig) -> None:
     require(
         cfg.reward.environment == 0 or cfg.environment is not None,
         f"reward.environment={cfg.reward.environment} needs an environment; choose one, or use 0",
+    )
+    require(
+        cfg.reward.accuracy != ENVIRONMENT or cfg.environment is not None,
+        f"reward.accuracy={ENVIRONMENT} needs an environment; choose one, or use null",
     )
 
 

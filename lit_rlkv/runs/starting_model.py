@@ -52,7 +52,8 @@ def sft_model_dir(cfg: Config) -> Path:
     """Return the folder of this config's SFT model, named by a digest of everything it depends on."""
     has_mistakes = cfg.sft.on_policy_pairs.n_prompts > 0
     # Answers of the model itself depend on the cache, and on the batches in which they are drawn.
-    names = ("task", "model", "sft", *(("cache", "rollout") if has_mistakes else ()))
+    names = ["task", "model", "sft", *(("cache", "rollout") if has_mistakes else ())]
+    names += [] if cfg.environment is None else ["environment"]  # whose tools are in the prompts
     parts = {name: OmegaConf.to_container(cfg.source[name]) for name in names}
     parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
     sources = [cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path]

@@ -21,6 +21,7 @@ from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
 from lit_rlkv.config import AUTO, as_config_errors, require
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
+from lit_rlkv.experience.reward import accuracy_component
 from lit_rlkv.files import atomic_dir, link_tree, read_if_there, read_json, write_atomically
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
@@ -36,7 +37,6 @@ from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values, read_metrics
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.rewards import MathVerify
-from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, EVICTIONS, METRICS, REPORT
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
@@ -140,7 +140,7 @@ class TrainingRun:
             n=keep.n_samples,
             every_n_iterations=keep.samples_every,
             console=console,
-            accuracy=cfg.reward.accuracy or EXACT_MATCH,
+            accuracy=accuracy_component(cfg.reward),
             resumed_at=self.resumed_at,
         )
 

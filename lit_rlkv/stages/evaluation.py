@@ -16,6 +16,7 @@ from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator, caches_to_evaluate
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.evaluation.reward_model import score_pairs
+from lit_rlkv.experience.reward import ENVIRONMENT, accuracy_component
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
@@ -99,6 +100,7 @@ def score_caches(
         batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
         tokens_per_pass=tokens_per_pass(context, roles, roles.backbone("policy")),
         environments=context.environments,
+        is_environment_score=accuracy_component(cfg.reward) == ENVIRONMENT,
     )
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:

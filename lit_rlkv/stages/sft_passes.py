@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.schema import SFTConfig
-from lit_rlkv.data.demonstrations import PreferenceDataModule
+from lit_rlkv.data.demonstrations import PreferenceDataModule, own_prompts
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
 from lit_rlkv.data.validation import check_completions_fit
@@ -88,7 +88,7 @@ def pass_data(
     context: RunContext, stage: SFTPass, task: Task, tokens_per_pass: int = TOKENS_PER_PASS
 ) -> PreferenceDataModule:
     """Return the batches of a pass, whose worked solutions and pairs come from `task`."""
-    ranks = ranks_of(context.fabric)
+    ranks, environments = ranks_of(context.fabric), context.environments
     return PreferenceDataModule(
         task,
         PromptSource(task, split="train", seed=stage.seed, rank=ranks.rank, world_size=ranks.size),
@@ -99,7 +99,8 @@ def pass_data(
         seed=stage.seed,
         ranks=ranks,
         tokens_per_pass=tokens_per_pass,
-        tools=() if context.environments is None else context.environments.tools,
+        tools=() if environments is None else environments.tools,
+        prompts_of=own_prompts if environments is None else environments.prompts,
     )
 
 

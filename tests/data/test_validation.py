@@ -181,3 +181,23 @@ def test_answers_that_a_function_cannot_use_are_named_with_their_rows(write):
     with pytest.raises(ValueError, match=r"a\.jsonl:81: the answer must be one number, got 'two'"):
         check_answers(task, {"correct": Numeric()}, 0)
     check_answers(ChainSum(), {"correct": Numeric()}, 0)
+
+
+def test_tools_that_a_template_describes_are_counted(write):
+    def add(a: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+        """
+        return a
+
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    tokenizer = words("a", "add", template=template)
+    task = JsonlTask(write(*({"prompt": "a " * n, "answer": "a"} for n in range(1, 30))))
+    plain, told = (measure(task, tokenizer, 0, needs_eval_split=False, tools=tools) for tools in ((), [add]))
+    assert told.prompts == [n + 1 for n in plain.prompts]
+    assert told.solutions == plain.solutions

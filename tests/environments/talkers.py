@@ -10,6 +10,13 @@ from lit_rlkv.environments import Environment, Observation
 from lit_rlkv.types import Problem
 
 ENDS = tuple(range(20, 40))
+COUNTING = [
+    "environment=custom",
+    "environment._target_=tests.environments.talkers.Counter",
+    "reward.environment=1",
+    "rollout.environment_timeout_s=null",
+]
+"""Overrides of a run whose environment is `Counter`, which must trust `tests`."""
 
 
 def quick_tokenizer() -> PreTrainedTokenizerBase:

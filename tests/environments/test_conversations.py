@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from lit_rlkv.config.schema import RewardConfig
+from lit_rlkv.config.schema import RewardConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_turn
 from lit_rlkv.environments import conversations
-from lit_rlkv.environments.conversations import checked_step, extended, fitting
+from lit_rlkv.environments.conversations import EnvironmentPool, checked_step, extended, fitting
 from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.base import PolicyModule
@@ -181,3 +181,16 @@ def with_template():
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
     return tokenizer
+
+
+class Unready(Counter):
+    def reset(self, problem):
+        raise RuntimeError("no server")
+
+
+def test_prompts_have_what_reset_appends_or_the_error_says_why_not():
+    settings, tokenizer = RolloutConfig(**AT_ONCE), quick_tokenizer()
+    problems = [Problem("1+2=", "3", "3"), Problem("2+2=", "4", "4")]
+    assert EnvironmentPool(Counter, settings, tokenizer).prompts(problems) == ["1+2=?", "2+2=?"]
+    with pytest.raises(ValueError, match=r"reset failed for '1\+2=': .*no server"):
+        EnvironmentPool(Unready, settings, tokenizer).prompts(problems)

@@ -23,7 +23,7 @@ from lit_rlkv.rewards import Numeric, RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.types import Problem
-from tests.environments.talkers import Crashing, quick_tokenizer
+from tests.environments.talkers import Counter, Crashing, quick_tokenizer
 from tests.hand_built import LORA, make_roles
 from tests.models_zoo import build, tiny_config
 from tests.rewards.helpers import InThreads
@@ -264,13 +264,35 @@ def test_progress_counts_the_tokens_of_all_batches_and_of_the_mismatch(n_samples
     assert len(reports) > 3 * 9  # batches of 10 responses, reported step by step
 
 
-@pytest.mark.parametrize("max_failed", [0.0, 1.0])
-def test_a_response_whose_environment_failed_has_no_score(max_failed):
-    tokenizer = quick_tokenizer()
-    evaluator = make_evaluator(max_failed=max_failed)
+def talking(environment, **options):
+    """Return an evaluator of responses with several turns."""
+    evaluator, tokenizer = make_evaluator(**options), quick_tokenizer()
     settings = RolloutConfig(max_new_tokens=40, environment_timeout_s=None)
     evaluator.rollout = evaluator.scored = settings
-    evaluator.tokenizer, evaluator.environments = tokenizer, EnvironmentPool(Crashing, settings, tokenizer)
+    evaluator.tokenizer, evaluator.environments = tokenizer, EnvironmentPool(environment, settings, tokenizer)
+    return evaluator
+
+
+def test_the_score_is_the_sum_of_the_rewards_of_an_environment_that_gives_them():
+    found = talking(Counter, temperature=1.0, is_environment_score=True).score_cache(SPARSE)
+    # turn n is rewarded by n, and the third is the last
+    assert {sample.score for sample in found.samples} <= {1.0, 1.0 + 2.0, 1.0 + 2.0 + 3.0}
+    assert found.row.accuracy == pytest.approx(sum(sample.score for sample in found.samples) / 24)
+    assert found.row.accuracy > 3
+    by_task = talking(Counter, temperature=1.0).score_cache(SPARSE)
+    assert {sample.score for sample in by_task.samples} == {0.0, 1.0}
+
+
+def test_failed_environments_have_no_score_where_they_give_it():
+    found = talking(Crashing, temperature=1.0, is_environment_score=True, max_failed=1.0).score_cache(SPARSE)
+    assert 0.0 in {sample.score for sample in found.samples}
+    with pytest.raises(RewardsFailedError, match="completions have no score"):
+        talking(Crashing, temperature=1.0, is_environment_score=True, max_failed=0.0).score_cache(SPARSE)
+
+
+@pytest.mark.parametrize("max_failed", [0.0, 1.0])
+def test_a_response_whose_environment_failed_has_no_score(max_failed):
+    evaluator = talking(Crashing, max_failed=max_failed)
     if max_failed == 0:
         with pytest.raises(RewardsFailedError, match="completions have no score"):
             evaluator.score_cache(SPARSE)

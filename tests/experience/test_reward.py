@@ -9,6 +9,7 @@ from lit_rlkv.experience.reward import (
     RewardRule,
     RewardsFailedError,
     RunningMoments,
+    accuracy_component,
     imputed,
     normalise_batch,
     overlong_share,
@@ -122,6 +123,22 @@ def test_options_that_cannot_work_are_refused(options: dict, key: str):
     functions = options.pop("functions", {})
     with pytest.raises(ValueError, match=key):
         RewardRule(config_of(**options), functions)
+
+
+@pytest.mark.parametrize(
+    ("options", "component"),
+    [
+        ({"verifier": 1.0}, "exact_match"),
+        ({"verifier": 1.0, "environment": 1.0}, "exact_match"),
+        ({"verifier": 0.0, "environment": 1.0}, "environment"),
+        ({"verifier": 1.0, "accuracy": "environment"}, "environment"),
+        ({"verifier": 0.0, "environment": 1.0, "accuracy": "a"}, "a"),
+    ],
+)
+def test_evaluations_score_by_the_environment_where_the_verifier_has_no_weight(options: dict, component: str):
+    config = RewardConfig(**options)
+    RewardRule(config, {"a": ExactMatch()})
+    assert accuracy_component(config) == component
 
 
 NAN = float("nan")

@@ -13,7 +13,7 @@ from lit_rlkv.rollout import Rollout, generate
 from lit_rlkv.rollout.turns import last_turn, turn_starts
 from tests.fuzz import explicit
 from tests.models import test_hybrids, test_sliding_windows
-from tests.models_zoo import PAD, ragged_prompts, tiny_model
+from tests.models_zoo import PAD, build, ragged_prompts, tiny_config, tiny_model
 from tests.rollout.conversations import Talk
 from tests.tiers import diagonal
 
@@ -35,10 +35,10 @@ def talk_through(model: PreTrainedModel, spec: CacheSpec, talk: Talk, **options:
     settings: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": ENDS, "num_return_sequences": 2}
     return generate(
         model,
-        *ragged_prompts(LENS),
+        *(tokens.to(model.device) for tokens in ragged_prompts(LENS)),
         cache=spec,
         pad_token_id=PAD,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(model.device).manual_seed(0),
         conversations=talk,
         **settings | options,
     )
@@ -84,6 +84,45 @@ def test_rows_that_wait_are_resumed_beside_others(policy: str, options: dict[str
     rollout = talk_through(model, spec_of(policy), talk, **options)
     check_tokens(rollout, talk)
     assert gap(model, rollout) < TOLERANCE
+
+
+STEPS = [
+    ("cpu", None),
+    pytest.param("cuda", False, marks=pytest.mark.gpu),
+    pytest.param("cuda", True, marks=pytest.mark.gpu),
+]
+"""A device, and whether its steps are a captured graph, which writes to rows that wait, too."""
+
+
+@pytest.mark.parametrize(("device", "cuda_graph"), STEPS)
+@pytest.mark.parametrize("policy", ["dense", "h2o", "snapkv", "random"])
+def test_rows_are_paused_beside_steps_of_any_kind(policy: str, device: str, cuda_graph: bool | None):
+    model, talk = prepare_backbone(build(tiny_config("qwen3")).to(device)), Talk(max_turns=3, delay_s=0.05)
+    rollout = talk_through(model, spec_of(policy), talk, max_rows=4, cuda_graph=cuda_graph)
+    check_tokens(rollout, talk)
+    assert turn_starts(rollout.response_mask).sum(dim=1).max() > 2
+    assert gap(model, rollout) < TOLERANCE
+
+
+@pytest.mark.parametrize(("device", "cuda_graph"), STEPS)
+def test_rows_that_are_not_paused_lose_keys_beside_steps_of_any_kind(
+    device: str, cuda_graph: bool | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.resume_rows", lambda *args: None)
+    model = prepare_backbone(build(tiny_config("qwen3")).to(device))
+    with pytest.raises(ValueError, match="a row has lost its keys"):
+        talk_through(model, spec_of("h2o"), Talk(delay_s=0.05), cuda_graph=cuda_graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["dense", "h2o", "snapkv"])
+def test_conversations_of_captured_steps_are_those_of_plain_ones(policy: str):
+    model = prepare_backbone(build(tiny_config("qwen3")).to("cuda"))
+    captured, plain = (
+        talk_through(model, spec_of(policy), Talk(), cuda_graph=is_graph) for is_graph in (True, False)
+    )
+    assert torch.equal(captured.input_ids, plain.input_ids)
+    assert torch.equal(captured.evicted_at, plain.evicted_at)
 
 
 def test_a_dense_cache_grows_while_rows_wait(monkeypatch: pytest.MonkeyPatch):

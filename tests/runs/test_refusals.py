@@ -96,7 +96,7 @@ MISTAKES = [
     (["algorithm=ppo", "algorithm.advantage.lam=1.5"], "lam=1.5 is no discount"),
     (["algorithm.loss.clip_low=0"], "clip_low must be a number above 0, got 0"),
     (["reward.verifier=0"], "a reward needs a component with a weight, got verifier=0, learned=0"),
-    (["reward.accuracy=correct"], "accuracy must name one of the functions (none), got 'correct'"),
+    (["reward.accuracy=correct"], "accuracy must name one of the functions (none) or be environment"),
     (["reward.max_failed=2"], "reward.max_failed must be a number of at least 0 and at most 1, got 2"),
     (
         ["+reward.functions.a={weight: 1}"],
@@ -154,7 +154,7 @@ MISTAKES = [
         ["cache.target_overlap=0.86", "cache.policy=dense", "distillation=none"],
         "cache.target_overlap=0.86 needs an evicting",
     ),
-    (["cache.budget_bounds=[20,30]"], "cache.budget_bounds must be two budgets, the smaller one first"),
+    (["cache.budget_bounds=[20,30]"], "budget_bounds must be two budgets, the smaller one first"),
     (["cache.budget_bounds=[2,30]"], "budget must be at least sink + window + 1 = 5, got 2"),
     (
         ["fabric.tokens_per_pass=0"],
@@ -309,6 +309,7 @@ MISTAKES = [
     ),
     (["+algorithm.loss.cliphigh=3"], "lit_rlkv.modules.grpo.GRPO: unexpected 'cliphigh'"),
     (["+correction.weight_fn.cap=3"], "lit_rlkv.objectives.corrections.unweighted: unexpected 'cap'"),
+    (["reward.accuracy=environment"], "reward.accuracy=environment needs an environment"),
 ]
 
 

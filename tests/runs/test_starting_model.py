@@ -12,7 +12,9 @@ from lit_rlkv.runs.starting_model import (
     backbone_id,
     check_backbone,
     load_reward_head,
+    sft_model_dir,
 )
+from tests.whole_runs import config
 
 MODEL = "model.safetensors"
 LOADED = [MODEL, REWARD_HEAD, f"{REWARD_MODEL}/{MODEL}", f"{REWARD_MODEL}/{REWARD_HEAD}"]
@@ -58,3 +60,13 @@ def test_a_folder_without_weights_of_its_own_is_refused(tmp_path):
     write(tmp_path / OTHERS[0], "others")
     with pytest.raises(ConfigError, match="must hold safetensors, found none"):
         backbone_id(tmp_path)
+
+
+def test_sft_models_of_other_environments_are_others(tmp_path):
+    plain, with_tools = ([], ["environment=tools", "environment.role=null"])
+    folders = [
+        sft_model_dir(config(tmp_path, *overrides, *options))
+        for overrides in (plain, with_tools)
+        for options in ([], ["rollout.n_prompts=4"])
+    ]
+    assert folders[0] == folders[1] != folders[2] == folders[3]

@@ -12,6 +12,8 @@ from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import ChainSum
+from lit_rlkv.trust import trusting
+from tests.environments.talkers import COUNTING
 from tests.whole_runs import config
 
 
@@ -43,6 +45,21 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     rows, rollout = evaluate_policy(plain, roles)
     assert len(rows) == 3
     assert rollout is not None
+
+
+def test_an_environment_that_alone_gives_the_reward_gives_the_score(tmp_path):
+    def accuracies(*overrides):
+        with trusting(["tests"]):
+            parts = build_context(
+                config(tmp_path, "stages=[sft,eval]", "sft.n_steps=5", *COUNTING, *overrides)
+            )
+            rows, _ = evaluate_policy(parts, make_policy(parts, run_sft(parts, [])).roles)
+        return [row.accuracy for row in rows]
+
+    # Each response has at least its first turn, whose reward is 1.
+    assert min(accuracies("reward.verifier=0")) >= 1
+    # The control: the verifier's score, of a model that has learned nothing.
+    assert max(accuracies()) < 1
 
 
 class WithoutSolutions(ChainSum):

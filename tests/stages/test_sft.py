@@ -22,7 +22,10 @@ from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
 from lit_rlkv.stages.sft import SFTStage, run_sft
+from lit_rlkv.stages.sft_passes import pass_data, training_passes
 from lit_rlkv.tasks import Sorting
+from lit_rlkv.trust import trusting
+from tests.environments.talkers import COUNTING
 from tests.tiers import slow
 
 TINY = [
@@ -375,3 +378,23 @@ def test_progress_of_the_judgement_is_shown(sft_runs, capfd):
     parts, folder, _ = sft_runs()
     report_of(parts, folder)
     assert "reward 100/100" in capfd.readouterr().err
+
+
+def test_sft_reads_the_prompts_that_the_environment_extends(tmp_path):
+    with trusting(["tests"]):
+        plain, talking = (
+            build_context(config(tmp_path, "stages=[sft]", *options)) for options in ([], COUNTING)
+        )
+    texts = []
+    for context in (plain, talking):
+        stage = training_passes(context.cfg.sft)[0]
+        chosen = pass_data(context, stage, context.task).next_batch().chosen
+        is_prompt = chosen.attention_mask & (~chosen.is_target)
+        texts.append(
+            [
+                context.tokenizer.decode(row[mask])
+                for row, mask in zip(chosen.input_ids, is_prompt, strict=True)
+            ]
+        )
+    # Counter appends a question mark.
+    assert texts[1] == [f"{text}?" for text in texts[0]]
