@@ -59,7 +59,7 @@ class CacheConfig:
     )
     dtype: Literal["int8", "fp8", "int4"] | None = option(
         None,
-        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner replays; null: they "
+        "int8, fp8 or int4: quantizes keys and values as they arrive, which the learner replays; null: they "
         "stay in the model's dtype",
     )
     target_overlap: Number | None = option(

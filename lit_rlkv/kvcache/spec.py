@@ -34,7 +34,7 @@ class CacheSpec:
         budget_profile: None gives each layer the same budget. "pyramid" gives lower layers more, linearly. A
             list, of a number for each layer with attention and without a window, gives them budgets in its
             proportions. `budget` is their mean, and the budget of layers with a window.
-        dtype: "int8", "fp8" or "int4": keys and values are rounded when they arrive, to codes with a scale
+        dtype: "int8", "fp8" or "int4": keys and values are quantized when they arrive, to codes with a scale
             for each token and KV head, and the rounded ones are read; see `lit_rlkv.kernels.rounding`.
             None: they stay in the dtype of the model.
 
