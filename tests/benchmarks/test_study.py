@@ -10,7 +10,7 @@ import study
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import open_dict
-from study_parts import analysis, measured, plan, runs, tables
+from study_parts import analysis, evictions, measured, plan, runs, tables
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_keys
@@ -244,6 +244,20 @@ def test_the_tables_of_the_docs_are_what_the_rows_say():
         for title in titles:
             assert tables.summary_table(tables.by_arm(groups[title])) in text
         assert tables.places_table(groups) in text
+
+
+def test_the_table_of_learned_evictions_is_what_the_rows_say():
+    text = (fit_process.ROOT / "docs" / "results" / "study.md").read_text()
+    rows = study.rows_of(evictions.evictions(), runs.finished())
+    assert len({row["train_kv_bytes"] for row in rows if row["task"] == "chain_sum"}) == 1
+    assert evictions.eviction_table(rows) in text
+
+
+@pytest.mark.slow
+def test_every_run_of_learned_evictions_passes_the_checks():
+    for setting in evictions.evictions():
+        if setting.seed == 0:
+            composed_of(setting.overrides)
 
 
 def test_every_mean_and_spread_in_the_docs_stands_in_the_report():
