@@ -21,7 +21,8 @@ from sampled import sample
 from transformers import DynamicCache, PreTrainedModel
 
 from lit_rlkv.config.schema import AlgorithmConfig, CacheConfig, RolloutConfig
-from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
+from lit_rlkv.kvcache import CacheSpec, SlotCache
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.models.presets import tiny_qwen3
@@ -87,7 +88,7 @@ def main() -> None:
     input_ids = torch.randint(2, VOCAB, (BATCH, PROMPT))
     print(f"{BATCH} rows, {NEW} new tokens, {CACHE.budget}+{CACHE.interval} slots; ms per token")
     print("policy     transformers    pool    loop  loop/transformers  loop/pool")
-    for policy in POLICIES:
+    for policy in UNTRAINED:
         times: dict[str, list[float]] = {"transformers": [], "pool": [], "loop": []}
         for _ in range(n_rounds + 1):
             times["transformers"].append(seconds(bare_transformers, plain, input_ids))

@@ -34,7 +34,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.loading import load_causal_lm
@@ -110,7 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, help="GGUF file or checkpoint folder, instead of random weights"
     )
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["h2o"])
+    parser.add_argument("--policies", nargs="+", choices=UNTRAINED, default=["h2o"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--kernels", default="auto", help="auto, reference or triton")
     parser.add_argument("--budget", type=int)

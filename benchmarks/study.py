@@ -18,7 +18,8 @@ from pathlib import Path
 
 import command_line
 import record
-from study_parts import measured, plan, plot, runs, tables
+from study_parts import measured, overlap, plan, plot, runs, tables
+from study_parts.evictions import eviction_table, evictions
 from study_parts.plan import Setting
 
 
@@ -45,6 +46,8 @@ def settings_of(block: str, done: dict[str, dict]) -> list[Setting]:
         return plan.rates()
     if block == "clock":
         return plan.clock(measured.seconds_of)
+    if block == "evictions":
+        return [*evictions()]
     return plan.BLOCKS[block](rate)
 
 
@@ -108,13 +111,24 @@ def rows_of(settings: Iterable[Setting], done: dict[str, dict]) -> list[dict]:
     return [row for setting in settings if (row := done.get(runs.key(setting.overrides)))]
 
 
+def overlap_rows(done: dict[str, dict]) -> list[dict]:
+    """Return the rows of the blocks of the overlap."""
+    blocks = ("overlap", "overlap_more", "overlap_high")
+    return rows_of([setting for block in blocks for setting in settings_of(block, done)], done)
+
+
 def report(done: dict[str, dict]) -> str:
     """Return every table."""
     tuning = rows_of(settings_of("rates", done), done)
     variances, exposures = (
         list(runs.finished(name).values()) for name in (measured.VARIANCE, measured.EXPOSURE)
     )
-    return tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
+    found = tables.report(comparisons(done), tuning, measured.rounds(), variances, exposures)
+    if rows := overlap_rows(done):
+        found += f"\n\n## Overlap\n\n{overlap.table(rows)}"
+    if learned := rows_of(evictions(), done):
+        found += f"\n\n## Learned evictions\n\n{eviction_table(learned)}"
+    return found
 
 
 def draw(done: dict[str, dict]) -> None:
@@ -122,6 +136,8 @@ def draw(done: dict[str, dict]) -> None:
     for title, name in FIGURES.items():
         if arms := tables.by_arm(comparisons(done).get(title, ())):
             plot.draw(arms, PICTURES / name)
+    if rows := overlap_rows(done):
+        overlap.draw([row for row in rows if row["lr"] == plan.COMMON_RATE], PICTURES / "overlap.png")
 
 
 def describe(row: dict) -> str:
@@ -139,7 +155,7 @@ def describe(row: dict) -> str:
 
 def main() -> None:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock"])
+    parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock", "evictions"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))

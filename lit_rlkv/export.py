@@ -14,6 +14,8 @@ from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.files import atomic_dir, read_json
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from lit_rlkv.runs.model_card import Exported
     from lit_rlkv.runs.open_run import SavedRun
 
@@ -21,25 +23,40 @@ MANIFEST = "export.json"
 """File in every export that describes it and lists its files; only such a folder may be overwritten."""
 
 
-def export(asked: ExportConfig) -> "tuple[Path, Exported]":
-    """Write the policy of a saved run atomically, on the CPU.
+def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Exported]":
+    """Write the policy of a saved run atomically, on the CPU, and upload it if asked to.
+
+    Args:
+        api: client of the hub, for `push_to`; None: the hub's own with the token of this machine.
 
     Raises:
-        ConfigError: a setting is wrong, there is no such run, or the folder exists.
+        ConfigError: a setting is wrong, there is no such run, the folder exists, or the hub takes no upload.
     """
     import torch
+    from huggingface_hub import HfApi
 
+    from lit_rlkv.kvcache.policies import DENSE, UNTRAINED
+    from lit_rlkv.models.kv_scorer import read_kv_scorer, split_kv_scorer
     from lit_rlkv.models.layouts import CRITICS, LAYOUTS
     from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
+    from lit_rlkv.runs.upload import check_upload, upload
     from lit_rlkv.stages.export import export_policy
 
     run = find_run(Path(asked.ckpt).expanduser())
     # It evicts nothing, so a policy of the user's own needs no trust; the model card names it.
-    policy, run.cfg.cache.policy = run.cfg.cache.policy, "random"
+    before = run.cfg.cache, run.cfg.algorithm
+    run.cfg.cache, run.cfg.algorithm = ({**group} for group in before)
+    run.cfg.cache.policy, run.cfg.cache.policy_options, run.cfg.algorithm.eviction = "random", {}, {}
+    scorer = split_kv_scorer(run.weights)
+    if scorer is None and before[0].policy not in (DENSE, *UNTRAINED):
+        scorer = read_kv_scorer(run.start)  # which this run did not train
     check_targets(run.cfg)
     folder = Path(asked.to).expanduser().resolve()
     _check_target(folder, asked.overwrite)
+    if asked.push_to is not None:
+        api = api or HfApi()
+        check_upload(asked.push_to, api)
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
     cfg = check_run(run)
@@ -55,15 +72,24 @@ def export(asked: ExportConfig) -> "tuple[Path, Exported]":
             "its own, all of it trained, and export writes the policy alone; leave heads out"
         )
     context, module = open_run(run, cfg)
-    run.cfg.cache.policy = policy
+    run.cfg.cache, run.cfg.algorithm = before
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
         exported = export_policy(
-            module.roles, context.tokenizer, run.start, partial, dtype=dtype, with_heads=asked.heads
+            module.roles,
+            context.tokenizer,
+            run.start,
+            partial,
+            dtype=dtype,
+            with_heads=asked.heads,
+            scorer=scorer,
         )
         (partial / "README.md").write_text(model_card(run, exported), encoding="utf-8")
         manifest = _manifest(run) | asdict(exported) | {"files": [*_files(partial)]}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if asked.push_to is not None and api is not None:
+        message = f"Iteration {run.iteration} of {run.run_dir.resolve().name}"
+        upload(folder, asked.push_to, asked.private, message, MANIFEST, api)
     return folder, exported
 
 
@@ -124,6 +150,8 @@ def _export_and_show(asked: ExportConfig) -> None:
     if exported.critics and not exported.heads:
         console.print(f"no {' or '.join(exported.critics)} head written; heads=true writes it")
     console.print(f"written to {folder}", soft_wrap=True)
+    if asked.push_to is not None:
+        console.print(f"uploaded to {asked.push_to}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,10 @@ MAXIMA = ("kv/replay_gap",)
 """Metrics whose maximum is logged; all others are summed over micro-batches and averaged over steps."""
 
 
+GRAD_NORM = "grad_norm"
+"""Metric of the norm of all gradients, and last part of the names of others, all before clipping."""
+
+
 class _Unconverted:
     """Wraps a batch so that Fabric passes it on unchanged; it refuses to convert frozen dataclasses."""
 
@@ -224,6 +228,9 @@ class Learner:
             for parameter in idle(self._learners):
                 parameter.grad = None
         self._learners = set()
+        if self.is_sharded:
+            average_whole_gradients(self.module)
+        self.sums.add(self._watched_norms())
         norm = self._clip()
         scaler = getattr(self.precision, "scaler", None)
         loss_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -240,7 +247,6 @@ class Learner:
     def _clip(self) -> Tensor:
         """Clip the gradients and return their global norm before clipping."""
         if self.is_sharded:
-            average_whole_gradients(self.module)
             return clip_gradients(self.module, self.max_grad_norm)
         norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False
@@ -248,10 +254,19 @@ class Learner:
         assert norm is not None  # it is None only when clipping by value
         return norm
 
+    def _watched_norms(self) -> dict[str, Tensor]:
+        """Return the gradient norms, before clipping, that the module wants as metrics."""
+        watched: dict[str, list[nn.Parameter]] = getattr(self.module, "watched_parameters", dict)()
+        gradients = {name: [p.grad for p in some if p.grad is not None] for name, some in watched.items()}
+        scaler = getattr(self.precision, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        norms = {name: nn.utils.get_total_norm(some) / scale for name, some in gradients.items() if some}
+        return {f"{name}/{GRAD_NORM}": norm for name, norm in norms.items()}
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all steps since the last call."""
         means, self.sums = self.sums.means(self.fabric), MetricSums()
-        return {**means, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+        return {**means, "learning_rate": float(self.optimizer.param_groups[0]["lr"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded state; with sharded layers every rank must call this."""
@@ -302,7 +317,7 @@ class MetricSums:
         """Complete an optimizer step; the metrics of a skipped step are dropped."""
         self.done["skipped_steps"].append(torch.tensor(float(not is_finite)))
         if is_finite:
-            for name, value in {**self.step, "grad_norm": grad_norm}.items():
+            for name, value in {**self.step, GRAD_NORM: grad_norm}.items():
                 self.done[name].append(value)
         self.step = {}
 
@@ -311,8 +326,9 @@ class MetricSums:
         n_skipped = float(sum(self.done.pop("skipped_steps", [])))
         found = {name: torch.stack(values).float().mean() for name, values in self.done.items()}
         if fabric.world_size > 1:
-            # Each rank holds part of a sum; the gradient norm is global already.
-            kinds = {"max": MAXIMA, "sum": found.keys() - {*MAXIMA, "grad_norm"}}
+            # Each rank holds part of a sum; gradient norms are global already.
+            norms = [name for name in found if name.rpartition("/")[2] == GRAD_NORM]
+            kinds = {"max": MAXIMA, "sum": found.keys() - {*MAXIMA, *norms}}
             for kind, names in kinds.items():
                 chosen = sorted(found.keys() & set(names))
                 if chosen:

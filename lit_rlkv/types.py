@@ -272,6 +272,8 @@ class TrainBatch(TensorBatch):
     """Targets of the critic; None without a critic."""
     n_pairs: int = 0
     """Preference pairs of the whole optimizer step; rows 2i and 2i + 1 are then chosen and rejected."""
+    n_decisions: int = 0
+    """Evictions of the whole optimizer step, counted by KV head and compaction; 0 if none is learned from."""
     n_steps: int = 1
     """Optimizer steps of the iteration."""
     n_steps_done: float | int = 1

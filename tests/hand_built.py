@@ -238,16 +238,17 @@ def make_datamodule(
     rollout = {"n_prompts": 4, "max_new_tokens": 10} | (rollout or {})
     algorithm = {"group_size": 4, "n_minibatches": 1, "aggregation": "sequence"} | algorithm
     tokenizer, settings = tokenizer or build_task_tokenizer(), RolloutConfig(**rollout)
+    learner = AlgorithmConfig(**algorithm)
     return RolloutDataModule(
         roles,
         tokenizer,
         task,
-        PromptSource(task, split="train", seed=seed),
+        PromptSource(task, split="train", seed=seed, curriculum=learner.curriculum),
         spec,
         correction,
         advantage or GroupAdvantage("grpo"),
         settings,
-        AlgorithmConfig(**algorithm),
+        learner,
         seed=seed,
         roles_config=roles_config,
         reward=reward,

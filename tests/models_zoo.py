@@ -28,7 +28,9 @@ from transformers import (
 )
 
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import Learned
 from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models.kv_scorer import add_kv_scorer
 from lit_rlkv.rollout import generate
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
@@ -118,8 +120,17 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 
 @cache
 def tiny_model(family: str = "llama", n_kv_heads: int = 2) -> PreTrainedModel:
-    """The prepared model; shared by all tests, which must leave it as it was."""
-    return prepare_backbone(build(tiny_config(family, n_kv_heads)))
+    """The prepared model with a scorer; shared by all tests, which must leave it as it was."""
+    return with_scorer(prepare_backbone(build(tiny_config(family, n_kv_heads))))
+
+
+def with_scorer(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with random scores of its keys, for the policy `learned`."""
+    scorer = add_kv_scorer(model, Learned()).requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in scorer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter))
+    return model
 
 
 def ragged_prompts(lens: tuple[int, ...] = (14, 9, 4, 1)) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.saved_models import save_checkpoint
 from tests.whole_runs import run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text()
@@ -21,6 +22,14 @@ RUNS = {
         "diagnostics.performance.peak_flops=1e12",
     ],
     "tis": ["experiment=tis", "algorithm.kl.weight=0.1", "cache.target_overlap=0.86", "algorithm.resample=1"],
+    "curriculum": [
+        "task=jsonl",
+        "task.path=tests/data/sums.jsonl",
+        "~task.n_terms",
+        "algorithm.curriculum.decay=0.9",
+        "distillation=teacher",
+        "distillation.model=FOLDER/a-teacher",
+    ],
     "rlhf": [
         "experiment=rlhf",
         "sft.on_policy_pairs.n_prompts=0",
@@ -28,6 +37,7 @@ RUNS = {
         "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.1}",
     ],
     "online_dpo": ["experiment=online_dpo_smd"],
+    "learned": ["experiment=shadow", "cache.policy=learned", "diagnostics=none"],
 }
 
 
@@ -40,8 +50,9 @@ def patterns(listed):
 def logged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     names = set()
+    save_checkpoint(folder / "a-teacher")
     for name, overrides in RUNS.items():
-        run(folder, name, "roles.rank=2", *overrides)
+        run(folder, name, "roles.rank=2", *(each.replace("FOLDER", str(folder)) for each in overrides))
         for path in (folder / name).glob("*metrics.csv"):
             with path.open(newline="") as file:
                 names |= set(next(csv.reader(file)))

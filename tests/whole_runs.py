@@ -32,7 +32,7 @@ MODEL = [
 ]
 TINY = [
     *MODEL,
-    "task.n_terms=3",
+    "++task.n_terms=3",  # so that ~task.n_terms gives place to another task
     "cache.budget=7",
     "cache.interval=2",
     "cache.window=2",

@@ -107,6 +107,11 @@ class Results:
         found = {row["cell"]["policy"] for row in self.rows}
         return [policy for policy in POLICIES if policy in found]
 
+    @property
+    def profiled(self) -> list[str]:
+        """Policies with a budget profile that were measured, as `POLICY+PROFILE`."""
+        return sorted({policy for row in self.rows if "+" in (policy := row["cell"]["policy"])})
+
     def group(self, kind: str, policy: str, budget: int | None) -> Group | None:
         """Return the rows of one place; None if there are none."""
         wanted = (kind, policy, budget)

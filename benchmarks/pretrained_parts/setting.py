@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import POLICIES
+from lit_rlkv.kvcache.policies import UNTRAINED
 
 NAME = "pretrained"
 DENSE = "dense"
@@ -17,7 +17,9 @@ class Sizes:
     """Everything that decides how long a run takes."""
 
     budgets: tuple[int, ...] = (32, 64, 128, 256)
-    policies: tuple[str, ...] = tuple(POLICIES)
+    policies: tuple[str, ...] = UNTRAINED
+    profiled: tuple[str, ...] = ("snapkv+pyramid",)
+    """Policies with a budget profile, for short answers under the two smallest budgets."""
     prompts: tuple[int, ...] = (16, 16, 8)
     """Prompts of a chunk, for each of `KINDS`."""
     answer_tokens: int = 16
@@ -51,7 +53,9 @@ class Cell:
         """The cache of this cell."""
         if self.budget is None:
             return CacheSpec.dense()
-        return CacheSpec(self.policy, self.budget, max(self.budget // 4, 1), SINK, WINDOW)
+        policy, _, profile = self.policy.partition("+")
+        interval = max(self.budget // 4, 1)
+        return CacheSpec(policy, self.budget, interval, SINK, WINDOW, budget_profile=profile or None)
 
     def described(self, model: str) -> dict:
         """Return what identifies this cell in the record."""
@@ -65,6 +69,10 @@ def cells(sizes: Sizes, n_chunks: int) -> Iterator[Cell]:
         rows, tokens, budget = getattr(sizes, block)
         for policy in (*sizes.policies, DENSE):
             yield Cell(block, policy, None if policy == DENSE else budget, 0, rows, tokens)
+    for kind, rows in zip(KINDS[:2], sizes.prompts, strict=False):
+        for budget in sizes.budgets[:2]:
+            for policy in sizes.profiled:
+                yield Cell(kind, policy, budget, 0, rows, sizes.answer_tokens)
     for chunk in range(1, n_chunks):
         yield from chunk_cells(sizes, chunk)
 

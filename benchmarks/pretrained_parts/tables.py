@@ -42,7 +42,7 @@ def _row(name: str, cells: Iterable[str | None]) -> list[str]:
 def _by_budget(results: Results, kind: str, read: Callable[[Group], str | None]) -> list[list[str]]:
     """Return a line for each policy, a cell for each budget."""
     rows = []
-    for policy in results.policies:
+    for policy in (*results.policies, *results.profiled):
         groups = [results.group(kind, policy, budget) for budget in results.budgets]
         if any(groups):
             rows.append(_row(policy, (group and read(group) for group in groups)))

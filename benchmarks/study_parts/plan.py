@@ -86,6 +86,13 @@ COMMON = (
 )
 
 
+MISMATCH = "{_target_: lit_rlkv.callbacks.mismatch.DenseMismatch, every: 10, n_rows: 64}"
+OVERLAP_ITERATIONS, HIGH_RATE = 30, 1e-3
+OVERLAP_CACHES = (("random", 14), ("random", 18), ("snapkv", 16), ("snapkv", 18))
+MORE_CACHES = (("random", 16), ("snapkv", 17))
+"""Policies and budgets; their overlaps lie on both sides of 0.86 at the start."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One run of the study."""
@@ -99,6 +106,7 @@ class Setting:
     budget: int = BUDGETS[MAIN_TASK]
     n_iterations: int = N_ITERATIONS
     anchor_weight: float = ANCHOR_WEIGHT
+    measures_overlap: bool = False
 
     @property
     def name(self) -> str:
@@ -124,6 +132,7 @@ class Setting:
             f"algorithm.n_iterations={self.n_iterations}",
             f"seed={self.seed}",
             *COMMON,
+            *([f"+diagnostics.mismatch={MISMATCH}"] if self.measures_overlap else []),
             *TASKS[self.task],
         ]
 
@@ -220,6 +229,30 @@ def pretrained(_: Rates) -> list[Setting]:
     ]
 
 
+def overlap(_: Rates) -> list[Setting]:
+    """Return runs with and without replay over the overlap with the dense policy, and a dense control."""
+    return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE, OVERLAP_CACHES)]
+
+
+def overlap_more(_: Rates) -> list[Setting]:
+    """Return the same with the budgets between those."""
+    return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE, MORE_CACHES)[1:]]
+
+
+def overlap_high(_: Rates) -> list[Setting]:
+    """Return all of these at a rate that lets the reward fall, for one seed."""
+    return _by_overlap(0, HIGH_RATE, (*OVERLAP_CACHES, *MORE_CACHES))
+
+
+def _by_overlap(seed: int, lr: float, caches: Iterable[tuple[str, int]]) -> list[Setting]:
+    control = Setting("dense", False, seed, lr, n_iterations=OVERLAP_ITERATIONS, measures_overlap=True)
+    pairs = [(arm, policy, budget) for policy, budget in caches for arm in ("naive", "shadow")]
+    return [
+        control,
+        *(replace(control, arm=arm, policy=policy, budget=budget) for arm, policy, budget in pairs),
+    ]
+
+
 def tools(_: Rates) -> list[Setting]:
     """Conversations with a calculator, whose early results are needed late, in a quarter of the responses."""
     return _with_tools("products", TOOLS_ITERATIONS)
@@ -268,6 +301,9 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "weak_anchor": weak_anchor,
     "longer": longer,
     "pretrained": pretrained,
+    "overlap": overlap,
+    "overlap_high": overlap_high,
+    "overlap_more": overlap_more,
     "tools": tools,
     "more_tools": more_tools,
 }

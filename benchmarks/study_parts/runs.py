@@ -3,6 +3,7 @@
 import csv
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from study_parts.plan import Setting
 NAME = "study"
 SFT = ("sft.batch_size=128", "sft.n_pairs=32")
 """Settings of every recorded run; they were the defaults then."""
+OVERLAP = "kv/overlap_p05/"
 N_LAST = 10
 """Iterations whose mean stands for the end of a run."""
 
@@ -91,4 +93,11 @@ def training(folder: Path) -> dict:
         "grad_norm": mean("grad_norm"),
         "entropy_last": statistics.mean(column("entropy")[-N_LAST:]),
         "train_kv_bytes": mean("kv/bytes"),
+        "overlap_p05": lowest_overlaps(history),
     }
+
+
+def lowest_overlaps(history: Sequence[Mapping[str, str]]) -> list[float]:
+    """Return the lowest `kv/overlap_p05/{position}` of each iteration that measured it."""
+    by_row = ([float(row[name]) for name in row if name.startswith(OVERLAP) and row[name]] for row in history)
+    return [min(found) for found in by_row if found]

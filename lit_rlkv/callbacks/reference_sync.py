@@ -32,7 +32,7 @@ class ReferenceSync(RLCallback):
         if iteration % self.every != 0:
             return
         FORWARD_COORDINATOR.wait()  # writes to a gathered layer would be lost
-        reference, policy = (self.roles.backbone(role).parameters() for role in ("reference", "policy"))
-        for target, source in zip(reference, policy, strict=True):
-            target.mul_(1.0 - self.alpha).add_(source, alpha=self.alpha)
+        reference, policy = (self.roles.backbone(role) for role in ("reference", "policy"))
+        for name, target in reference.named_parameters():  # the policy may have a kv_scorer beside them
+            target.mul_(1.0 - self.alpha).add_(policy.get_parameter(name), alpha=self.alpha)
         self.roles.reference_is_synced = True

@@ -39,7 +39,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
         scalars["completions/mean_turns"] = turn_starts(rollout.response_mask).sum(dim=1).float().mean()
     budget = {} if experience.budget is None else {"kv/budget": float(experience.budget)}
     rounds = {} if experience.n_rounds is None else {"rollout/rounds": float(experience.n_rounds)}
-    return {"kv/bytes": float(rollout.kv_bytes), **budget, **rounds, **as_floats(scalars)}
+    own = {**budget, **rounds, **experience.curriculum}
+    return {"kv/bytes": float(rollout.kv_bytes), **own, **as_floats(scalars)}
 
 
 def recorded_bytes(experience: Experience) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lit_rlkv.checks import MAX_TEMPERATURE, Number, check_temperature
 from lit_rlkv.config.errors import as_config_errors, require
-from lit_rlkv.config.options import option
+from lit_rlkv.config.options import option, show
 from lit_rlkv.config.schema import Kernels
 
 FILES_OF_THE_RUN = ("choices", "environment", "evaluation", "evictions", "wandb")
@@ -84,4 +84,16 @@ class ExportConfig:
         None, "of the merged weights; null: the run's"
     )
     heads: bool = option(False, "write the reward and value heads too, and the critic's adapter")
+    push_to: str | None = option(
+        None, "name on the Hugging Face hub, OWNER/NAME, to upload the folder to; null: nowhere"
+    )
+    private: bool | None = option(
+        None, "visibility of a new repository; null: as its owner's account sets it, public for most"
+    )
     trusted_modules: tuple[str, ...] = option((), TRUSTED)
+
+    def __post_init__(self) -> None:
+        require(
+            self.private is None or self.push_to is not None,
+            f"private={show(self.private)} is of a repository on the hub; give push_to, or leave it out",
+        )

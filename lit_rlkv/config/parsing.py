@@ -15,6 +15,7 @@ from lit_rlkv.config.errors import interpolations_as_config_errors, require
 from lit_rlkv.config.model_path import find_gguf, is_local
 from lit_rlkv.config.options import check_leaves, convert, leaf_keys, named_items, show
 from lit_rlkv.config.schema import Config, Stage
+from lit_rlkv.config.targets import LOW_BIT
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -190,6 +191,12 @@ def _check_fabric(cfg: Config) -> None:
         f"fabric.quantization={fabric.quantization} packs weights in a way that fabric.strategy=fsdp2 "
         "cannot shard; use one of the two",
     )
+    for name, optimizer in {"optimizer": cfg.optimizer, "sft.optimizer": cfg.sft.optimizer}.items():
+        require(
+            not str(optimizer.get("_target_")).startswith(LOW_BIT),
+            f"{name}: 8-bit states cannot be gathered from shards (fabric.strategy=fsdp2), which divide the "
+            "states of AdamW over the devices anyhow; use optimizer=adamw",
+        )
     for name, node in named_items(cfg.diagnostics):
         require(
             node is None or not str(node.get("_target_")).startswith(GRADIENT_DIAGNOSTICS),
@@ -212,7 +219,8 @@ def _check_losses(cfg: Config) -> None:
     distillation = cfg.distillation
     is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
     require(
-        distillation is None or distillation.get("weight") == 0 or not is_dense,
+        # Another model teaches the dense policy, too.
+        distillation is None or "model" in distillation or distillation.get("weight") == 0 or not is_dense,
         "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
         "use distillation=none or distillation=anchor, or another correction and cache.policy",
     )
@@ -222,8 +230,9 @@ def _check_losses(cfg: Config) -> None:
         f"correction.bypass_mode=true takes the sampler's log-probs for π_old, so {weight_fn} would give "
         "every token weight 1; use correction.bypass_mode=false, which scores π_old before the update",
     )
+    trains_scorer = cfg.cache.policy == "learned" and cfg.algorithm.eviction.weight > 0
     require(
-        cfg.algorithm.policy_weight > 0 or distillation is not None,
+        cfg.algorithm.policy_weight > 0 or distillation is not None or trains_scorer,
         "algorithm.policy_weight=0 leaves the policy nothing to learn from; raise it, or choose a "
-        "distillation",
+        "distillation, or cache.policy=learned, which trains its evictions alone",
     )

@@ -40,7 +40,7 @@ class CacheConfig:
 
     policy: str = option(
         "random",
-        "streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random dense, or "
+        "streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random learned dense, or "
         "mypackage.policies.MyPolicy",
     )
     policy_options: Node = option({}, "arguments of the policy's constructor")
@@ -50,6 +50,12 @@ class CacheConfig:
     window: int = option(3, "last tokens, never evicted, and the queries that policies look at", least=1)
     protect_prompt: bool = option(
         False, "never evict keys of the prompt, and count only those after it in the budget"
+    )
+    budget_profile: Literal["pyramid"] | tuple[int, ...] | None = option(
+        None,
+        "budgets by layer, with budget as their mean: pyramid gives lower layers more (arXiv:2406.02069), a "
+        "number for each layer without a window gives them in proportion; null: all the same",
+        least=1,
     )
     target_overlap: Number | None = option(
         None,
@@ -177,6 +183,35 @@ class ReferenceSyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Problems of a dataset drawn by their success rates p, with weights p (1 − p) + floor.
+
+    arXiv:2504.03380 says why: a group that is all right or all wrong has no gradient.
+    """
+
+    decay: Number | None = option(
+        None,
+        "draw by success rates, and keep this share of a problem's old rate in the new one, 0: none of it; "
+        "null: problems come epoch by epoch. Success is the score that reward.accuracy names, from 0 to 1",
+        least=0,
+        below=1,
+    )
+    floor: Number = option(0.05, "of the weights, so that problems never or always solved return", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionConfig:
+    """Evictions as actions of a policy with parameters, trained beside the tokens; cache.policy=learned."""
+
+    weight: Number = option(
+        1.0, "weight of the policy gradient of the evictions; 0: the scorer stays as it is", least=0
+    )
+    lr_scale: Number = option(30.0, "learning rate of the scorer, relative to the policy's", above=0)
+    clip: Number = option(0.2, "bound of the change of each decision's probability ratio", above=0, below=1)
+    kl_coef: Number = option(0.0, "coefficient of the KL to uniform eviction; 0: none", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Keys that all algorithms share."""
 
@@ -187,6 +222,7 @@ class AlgorithmConfig:
         "most further rounds of prompts in an iteration, whose groups replace those of equal rewards",
         least=0,
     )
+    curriculum: CurriculumConfig = group(CurriculumConfig)
     n_epochs: int = option(1, "passes over each rollout", least=1)
     n_minibatches: int = option(2, "optimizer steps per pass", least=1)
     critic_warmup: int = option(0, "first iterations, in which the critic alone learns", least=0)
@@ -207,6 +243,7 @@ class AlgorithmConfig:
     lr_schedule: Literal["linear", "constant"] = option("linear", "linear falls to 0 at the last iteration")
     kl: KLConfig = group(KLConfig)
     reference_sync: ReferenceSyncConfig = group(ReferenceSyncConfig)
+    eviction: EvictionConfig = group(EvictionConfig)
     aggregation: Literal["token", "sequence", "constant"] = option(
         "token", "how token losses become one: mean of tokens, of responses, or over a constant length"
     )

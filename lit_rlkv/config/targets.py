@@ -13,7 +13,8 @@ from lit_rlkv.config.options import show
 from lit_rlkv.trust import KEY, is_trusted, located, trust_modules, trusted_modules
 
 OURS = "lit_rlkv.reporting.loggers."
-CALLBACKS, OPTIMIZERS = ("lit_rlkv.callbacks.",), ("torch.optim.",)
+LOW_BIT = "torchao.optim."
+CALLBACKS, OPTIMIZERS = ("lit_rlkv.callbacks.",), ("torch.optim.", LOW_BIT)
 ALLOWED = {
     "task": ("lit_rlkv.tasks.",),
     "environment": ("lit_rlkv.environments.",),
@@ -38,7 +39,7 @@ ALLOWED = {
 
 Others could write files or run programs; those of the user's own need `trusted_modules`.
 """
-IMPORTABLE = ("lit_rlkv.", "torch.optim.", "lightning.pytorch.loggers.")
+IMPORTABLE = ("lit_rlkv.", *OPTIMIZERS, "lightning.pytorch.loggers.")
 """Packages that export these under shorter names, and that a config may therefore import."""
 WITH_FUNCTIONS = (
     "lit_rlkv.models.presets.",
@@ -61,7 +62,7 @@ def build(node: DictConfig) -> Any:
     """
     check_targets(node)
     with as_config_errors(node._target_):
-        return instantiate(node)
+        return instantiate(node, _convert_="all")  # a checkpoint of an optimizer loads plain lists alone
 
 
 def check_targets(node: Any, path: str = "") -> None:
@@ -83,7 +84,8 @@ def check_targets(node: Any, path: str = "") -> None:
         try:
             found = located(target)
         except Exception as error:
-            raise ConfigError(f"{key}={target!r} cannot be imported: {one_line(error)}") from error
+            remedy = '; pip install -e ".[lowbit]"' if target.startswith(LOW_BIT) else ""
+            raise ConfigError(f"{key}={target!r} cannot be imported: {one_line(error)}{remedy}") from error
         require(
             _may_be_named(found, ALLOWED.get(where.partition(".")[0], sum(ALLOWED.values(), ()))),
             f"{key} must be a class or function that a config may name there, got {target!r}; choose one of "

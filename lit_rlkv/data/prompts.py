@@ -6,7 +6,9 @@ import random
 from functools import lru_cache
 from typing import Any
 
-from lit_rlkv.rng import derive_seed
+from lit_rlkv.config.schema import CurriculumConfig
+from lit_rlkv.data.curriculum import Curriculum
+from lit_rlkv.rng import derive_seed, stream
 from lit_rlkv.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.types import Problem, Prompt
 
@@ -29,9 +31,19 @@ class PromptSource:
 
     Args:
         split: "train" or "eval".
+        curriculum: with a decay, `take` draws problems of a finite task by their success rates.
     """
 
-    def __init__(self, task: Task, *, split: str, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        split: str,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        curriculum: CurriculumConfig | None = None,
+    ) -> None:
         self.task = task
         self.split = split
         self.seed = seed
@@ -43,13 +55,17 @@ class PromptSource:
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self.size = None if self._members is None else len(self._members)
         """Number of problems in the split; None if it is endless."""
+        self.curriculum: Curriculum | None = None
+        """Success rates of the split's problems, equal on all ranks; None: problems come epoch by epoch."""
+        if curriculum is not None and curriculum.decay is not None:
+            prompts = [self._at(place).prompt for place in range(len(self._members or ()))]
+            self.curriculum = Curriculum(prompts, curriculum.decay, curriculum.floor)
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index of the global stream, a function of seed, split and index alone."""
         if self.size is not None:
             epoch, place = divmod(index, self.size)
-            assert isinstance(self.task, FiniteTask)
-            return self.task.at(self._order(epoch)[place])
+            return self._at(self._order(epoch)[place])
         rng = random.Random(derive_seed(self.seed, "problem", self.split, index))
         for _ in range(_MAX_DRAWS):
             problem = self.task.sample(rng)
@@ -66,13 +82,17 @@ class PromptSource:
 
     def take(self, n: int) -> list[Problem]:
         """Return this rank's next `n` problems; all ranks must take equally many."""
-        start = self._cursor + self.rank
-        self._cursor += n * self.world_size
-        return [self.problem(index) for index in range(start, self._cursor, self.world_size)]
+        start, n_all = self._cursor, n * self.world_size
+        self._cursor += n_all
+        if self.curriculum is not None:
+            drawn = self.curriculum.draw(n_all, stream(self.seed, "curriculum", self.split, start))
+            return [self._at(place) for place in drawn[self.rank :: self.world_size]]
+        return [self.problem(index) for index in range(start + self.rank, self._cursor, self.world_size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor in the global stream, the same on every rank, and the digest of its rows."""
-        return {"cursor": self._cursor, "rows": self._digest}
+        """Return the cursor in the global stream, the digest of the rows, and rates; equal on all ranks."""
+        rates = {} if self.curriculum is None else {"rates": self.curriculum.state_dict()}
+        return {"cursor": self._cursor, "rows": self._digest, **rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved cursor, with any number of ranks."""
@@ -82,11 +102,19 @@ class PromptSource:
                 "a new run"
             )
         self._cursor = state["cursor"]
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["rates"])
+
+    def _at(self, place: int) -> Problem:
+        """Return the problem at a place of the split."""
+        assert isinstance(self.task, FiniteTask)
+        assert self._members is not None
+        return self.task.at(self._members[place])
 
     def _shuffled(self, epoch: int) -> list[int]:
         assert self._members is not None
         rng = random.Random(derive_seed(self.seed, "epoch", self.split, epoch))
-        return rng.sample(self._members, len(self._members))
+        return rng.sample(range(len(self._members)), len(self._members))
 
 
 def _members(task: FiniteTask, split: str) -> list[int]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lit_rlkv.diagnostics.position_bins import by_position
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.kernels.backend import to_autocast_dtype
+from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.types import NEVER, Rollout
 
 
@@ -177,23 +178,24 @@ class EvictedAttention:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self._kept: list[Float[Tensor, " query"]] = []
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> None:
+    def __call__(self, inputs: AttentionInputs) -> None:
         """Record the attention of one layer."""
-        query, key = to_autocast_dtype(query, key)
+        assert inputs.query is not None
+        query, key = to_autocast_dtype(inputs.query, inputs.key)
         with torch.autocast(query.device.type, enabled=False):
             mass, peak, is_top = evicted_mass(
                 query,
                 key,
-                self.rollout.evicted_at[:, layer, :, :-1],
+                self.rollout.evicted_at[:, inputs.layer, :, :-1],
                 self.rollout.attention_mask[:, :-1],
-                scaling,
-                softcap,
+                inputs.scaling,
+                inputs.softcap,
                 self.first,
                 self.max_logits,
             )
         kept = 1 - self._of_queries(mass)
         self._kept.append(kept.mean(dim=0))
-        self.layers[layer] = {
+        self.layers[inputs.layer] = {
             "kept": kept.mean(dim=1),
             "needs_dead": (self._of_queries(peak) >= self.needed).float().mean(dim=1),
             "dead_on_top": self._of_queries(is_top).float().mean(dim=1),

@@ -256,7 +256,8 @@ class Evaluator:
         """Return a rollout, and its KL and replay gap; on one rank only, as a rollout has one generator."""
         problems = self.problems[: self.config.n_mismatch]
         start = len(self.problems)
-        rollout, _ = self._generate(problems, cache, self.rollout, start, on_progress=on_progress)
+        rollouts = cache.for_rollouts
+        rollout, _ = self._generate(problems, rollouts, self.rollout, start, on_progress=on_progress)
         shadow = self._scores(rollout, "policy", shadow=True)
         dense = shadow if cache.is_dense else self._scores(rollout, "policy")
         kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)

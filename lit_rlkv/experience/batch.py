@@ -1,10 +1,10 @@
 """Experience: the rollout of one iteration with its log-probs, rewards, values and importance weights."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
@@ -52,6 +52,10 @@ class Experience:
     """Budget of the rollout's cache if it is steered by the overlap; None otherwise."""
     n_rounds: int | None = None
     """Rounds that were sampled to replace groups of equal rewards; None if none are replaced."""
+    curriculum: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the curriculum after the rollout; empty without one."""
+    n_decisions: Int[Tensor, " batch"] | None = None
+    """Evictions of each row, counted by KV head and compaction; None if they are not learned from."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 
@@ -78,6 +82,7 @@ class Experience:
             entropy=_each(gather, self.entropy),
             weights=ISWeights(gather(weights.weight), gather(weights.is_counted)),
             verdicts=_each(gather, self.verdicts),
+            n_decisions=_each(gather, self.n_decisions),
             ranks=SINGLE_PROCESS,
         )
 

@@ -1,5 +1,6 @@
 """RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,18 +31,21 @@ from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.experience.sample import encode_problems, generate_options, joined
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.eviction_logps import count_decisions
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rewards.manager import PendingRewards
+from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import call
-from lit_rlkv.types import Problem, Rollout, TrainBatch
+from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -69,6 +73,7 @@ class RolloutDataModule(L.LightningDataModule):
             into minibatches, and with the function that splits it into parts; see `RLCallback`.
         ranks: the processes that share the responses of an iteration.
         tokens_per_pass: most tokens in one forward of scoring and update, padding included.
+        trains_evictions: True if the module learns from the evictions, which are then counted.
     """
 
     def __init__(
@@ -94,13 +99,15 @@ class RolloutDataModule(L.LightningDataModule):
         tokens_per_pass: int = TOKENS_PER_PASS,
         target_overlap: float | int | None = None,
         budget_bounds: Sequence[int] | None = None,
+        trains_evictions: bool = False,
     ) -> None:
         super().__init__()
         self.roles = roles
         self.tokenizer = tokenizer
         self.task = task
         self.source = source
-        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache
+        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache.for_rollouts
+        self.trains_evictions = trains_evictions
         bounds = None if target_overlap is None else budget_bounds
         self.budget = BudgetController(sampler_cache, target_overlap, bounds)
         self.correction = correction
@@ -184,7 +191,13 @@ class RolloutDataModule(L.LightningDataModule):
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
         log_ratio = old_logps - rollout.rollout_logps
         weights = global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.ranks)
-        return replace(found, old_logps=old_logps, weights=weights, n_rounds=self._round + 1)
+        return replace(
+            found,
+            old_logps=old_logps,
+            weights=weights,
+            n_rounds=self._round + 1,
+            curriculum=more.curriculum,
+        )
 
     def _collect(self) -> Experience:
         """Return one round of the iteration."""
@@ -246,7 +259,14 @@ class RolloutDataModule(L.LightningDataModule):
             ranks=self.ranks,
             budget=self.budget.controlled,
             n_rounds=1 if self.algorithm.resample > 0 else None,
+            curriculum=self._update_curriculum(problems[::group_size], rewards),
+            n_decisions=self._n_decisions(rollout),
         )
+
+    def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
+        backbone = self.roles.backbone("policy")
+        scorer = kv_scorer_of(backbone) if self.trains_evictions else None
+        return None if scorer is None else count_decisions(rollout, backbone, scorer, self.cache)
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
@@ -264,6 +284,17 @@ class RolloutDataModule(L.LightningDataModule):
         # The ranks take turns in one stream of problems, and so do the shards.
         numbers = range(self.ranks.rank, self.n_shards, n_ranks)
         return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
+
+    def _update_curriculum(self, problems: Sequence[Problem], rewards: Rewards) -> dict[str, float]:
+        """Move the success rates of the problems of all ranks, and return metrics of them."""
+        curriculum = self.source.curriculum
+        if curriculum is None:
+            return {}
+        scores = rewards.components[self.reward.config.accuracy or EXACT_MATCH]
+        rates = scores.clamp(0, 1).view(len(problems), -1).nanmean(dim=1).tolist()
+        found = [(problem.prompt, rate) for problem, rate in zip(problems, rates, strict=True)]
+        curriculum.update(each for each in self.ranks.all_gather_object(found) if not math.isnan(each[1]))
+        return curriculum.metrics()
 
     def _sample(
         self,

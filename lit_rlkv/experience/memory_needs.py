@@ -56,12 +56,11 @@ def rollout_needs(
     n_rows, n_responses = n_concurrent_rows(n_prompts, group, settings.max_rows), n_prompts * group
     n_layers, n_tokens, dim = int(config.num_hidden_layers), int(config.vocab_size), max(head_dims(model))
     n_heads, itemsize = n_kv_heads(model), compute_dtype(model).itemsize
+    windows = [kind.window for kind in layer_kinds(model) if kind.window is not None]
+    budgets = cache.layer_budgets(sum(kind.in_profile for kind in layer_kinds(model)))
+    n_slots = sum(cache.n_slots(n_columns, n_prompt_columns, budget) for budget in budgets)  # of all layers
     own_slots = cache.n_slots(n_columns, n_prompt_columns)
-    n_slots = sum(  # of all layers
-        own_slots if kind.window is None or kind.window >= n_columns else kind.window
-        for kind in layer_kinds(model)
-        if kind.attends
-    )
+    n_slots += sum(window if window < n_columns else own_slots for window in windows)
     needs = {
         "KV cache": 2 * n_slots * n_rows * n_heads * dim * itemsize,
         "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,

@@ -78,6 +78,7 @@ class MinibatchSplitter:
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
         whole, advantages, is_response = self._with_advantages(experience)
+        n_decisions = experience.all_gather().n_decisions
         algorithm = self.algorithm
         is_warmup = experience.iteration < algorithm.critic_warmup
         learner_parts = (self.warmup_part,) if is_warmup else self.learner_parts
@@ -95,6 +96,7 @@ class MinibatchSplitter:
                     is_first_update=epoch == 0 and number == 0,
                     n_steps=algorithm.n_epochs * n_parts,
                     n_steps_done=epoch * n_parts + number,
+                    n_decisions=0 if n_decisions is None else int(n_decisions[units.flatten()].sum()),
                 )
                 step, units = _own(step, units[own].flatten(0, 1), experience)
                 yield from self._micro_batches(step, units, learner_parts, experience.ranks)
@@ -112,6 +114,8 @@ class MinibatchSplitter:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
         whole, advantages, is_response = self._with_advantages(experience)
         step = self._step(whole, advantages.units, advantages.is_counted, is_response)
+        if (counts := experience.all_gather().n_decisions) is not None:
+            step = replace(step, n_decisions=int(counts[advantages.units.flatten()].sum()))
         of_group = advantages.units.view(n_groups * experience.ranks.size, -1, advantages.units.shape[1])
         n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
         by_token = self.algorithm.aggregation == "token"

@@ -1,13 +1,13 @@
 """SlotCache: a pool of slots per layer, compacted in place, with a record of all evictions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
@@ -32,6 +32,11 @@ class LayerKind:
     keys of its own."""
     n_states: int = 0
     """States of a convolution or recurrence."""
+
+    @property
+    def in_profile(self) -> bool:
+        """True if a budget profile gives the layer a budget of its own."""
+        return self.attends and self.window is None
 
     def expiry(self, column: Int[Tensor, "*#row seq"], first: Int[Tensor, "*#row 1"]) -> Tensor:
         """Return, for each key of a layer with a window, the first column whose query no longer sees it.
@@ -61,6 +66,10 @@ class SlotCache(Cache):
         n_prompt: columns of the longest prompt, which all prompts end at; for caches that protect them.
         n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
         kinds: kind of each layer; None: all attend to all keys.
+        scorer: what a trained policy has made for the model.
+
+    Raises:
+        ValueError: a trained policy has no scorer.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class SlotCache(Cache):
         n_splits: int | None = None,
         n_slots: int | None = None,
         kinds: Sequence[LayerKind] | None = None,
+        scorer: nn.Module | None = None,
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
@@ -85,25 +95,47 @@ class SlotCache(Cache):
         self.seq_len = seq_len
         self.prompt_end = n_prompt if spec.protect_prompt and not spec.is_dense else 0
         """Columns before it hold prompts that are never evicted."""
-        self.n_slots = spec.n_slots(seq_len, n_prompt)
+        self.kinds = kinds or [LayerKind()] * n_layers
+        has_profile = spec.budget_profile is not None
+        n_own = sum(kind.in_profile for kind in self.kinds) if has_profile else 0
+        self.group_budgets = (seq_len if spec.is_dense else spec.budget, *spec.layer_budgets(n_own))
+        """Budget of group 0, all layers without a budget profile, and of each layer that is in one."""
+        self.slots = [spec.n_slots(seq_len, n_prompt, budget) for budget in self.group_budgets]
+        """Slots of a row in the layers of each group."""
         if spec.is_dense and n_slots is not None:
-            self.n_slots = n_slots
+            self.slots = [n_slots]
         self.most_bytes = 0
         """Most bytes of the pools so far, but for what is allocated while they grow."""
         # A row that was never filled reads one slot of zeros.
-        self.n_live = torch.ones(n_rows, dtype=torch.long, device=device)
+        self.n_live = torch.ones((len(self.slots), n_rows), dtype=torch.long, device=device)
+        """Keys of each row in the layers of each group."""
+        self._budgets = torch.tensor(self.group_budgets, device=device)[:, None]
         self.column = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.fed_up_to = torch.zeros(n_rows, dtype=torch.long, device=device)
         """Column of the last token of each row that was given, not sampled."""
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
-        self.levels = FillLevels(spec, n_rows, self.n_slots - self.prompt_end)
-        self.n_read: int | None = None
-        """Leading slots that attention reads; None: all."""
-        self.incoming: Feed | None = None
-        self.kinds = kinds or [LayerKind()] * n_layers
+        n_unprotected = [slots - self.prompt_end for slots in self.slots]
+        self.levels = FillLevels(spec, n_rows, n_unprotected, self.group_budgets)
+        self._evicts = (self.levels.budgets[:, 0] < NO_BUDGET).tolist()
+        self.n_read: list[int] | None = None
+        """Leading slots that attention reads in each group; None: all."""
+        self.feeds: list[Feed] = []
+        """The given tokens of a forward, as each group takes them; empty in a decode step."""
         layers: list[Any] = [self._layer(kind) for kind in self.kinds]
         self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
         """The layers with attention."""
+        if has_profile:
+            in_profile = (layer for layer in self.slot_layers if layer.kind.in_profile)
+            for number, layer in enumerate(in_profile, start=1):
+                layer.group = number
+        if self.policy is not None and self.policy.is_trained:
+            if scorer is None:
+                raise ValueError(
+                    f"cache.policy={spec.policy_name} needs the scorer that RL trains, and this model has "
+                    "none; give it one by lit_rlkv.models.kv_scorer.load_kv_scorer, or use another policy"
+                )
+            for number, layer in enumerate(self.slot_layers):
+                layer.scorer = cast("Callable[[int], Callable[..., Tensor]]", scorer.layer)(number)
         self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
 
@@ -114,12 +146,17 @@ class SlotCache(Cache):
             return (HybridWindowLayer if kind.n_states > 0 else WindowLayer)(self, kind)
         return (HybridLayer if kind.n_states > 0 else SlotLayer)(self, kind)
 
+    @property
+    def n_slots(self) -> int:
+        """Slots of a row, the most of all layers."""
+        return max(self.slots)
+
     def begin(self, rows: Sequence[int], is_prompt: Bool[Tensor, "batch prompt"]) -> None:
         """Empty these rows, `len(rows) / batch` for each left-padded prompt that will be fed to them."""
         n_padding = is_prompt.shape[1] - is_prompt.sum(dim=1)
         first = n_padding.repeat_interleave(len(rows) // len(is_prompt))
         index = torch.tensor(rows, device=first.device)
-        self.n_live[index] = 0
+        self.n_live[:, index] = 0
         self.first[index], self.column[index] = first, first - 1
         for layer in self.slot_layers:
             layer.begin(index)
@@ -140,38 +177,41 @@ class SlotCache(Cache):
         n_samples = len(rows) // len(is_token)
         index = torch.tensor(rows, device=is_token.device)
         sources = index[::n_samples]
-        n_new, n_held, first = is_token.sum(dim=1), self.n_live[sources], self.first[sources]
-        newest, n_kept = self.column[sources] + n_new, torch.minimum(n_held + n_new, self.budgets[sources])
+        n_new, n_held, first = is_token.sum(dim=1), self.n_live[:, sources], self.first[sources]
+        newest = self.column[sources] + n_new
+        n_kept = torch.minimum(n_held + n_new, self.budgets[:, sources])
         is_due = n_held + n_new > n_kept
-        due = is_due.nonzero().flatten()
-        of_rows = [n_held, n_new, newest + 1 - first, self.n_protected[sources]]
-        held, new, n_tokens, n_protected = torch.stack(of_rows).tolist()
-        self._check_feed(held, new, n_tokens)
-        feed = self.incoming = Feed(
-            rows=index,
-            span=span_of(rows),
-            is_token=is_token,
-            n_new=n_new,
-            n_held=n_held,
-            n_kept=n_kept,
-            most_held=max(held),
-            is_padded=min(held) < max(held) or min(new) < is_token.shape[1],
-            first=first,
-            newest=newest,
-            is_due=is_due,
-            due=due if len(due) > 0 else None,
-        )
+        of_rows = torch.stack([n_new, newest + 1 - first, self.n_protected[sources]])
+        new, n_tokens, n_protected, *held = torch.cat([of_rows, n_held]).tolist()
+        self._check_feed(held[0], new, n_tokens)
+        feeds = self.feeds = [
+            Feed(
+                rows=index,
+                span=span_of(rows),
+                is_token=is_token,
+                n_new=n_new,
+                n_held=n_held[group],
+                n_kept=n_kept[group],
+                most_held=max(of_group),
+                is_padded=min(of_group) < max(of_group) or min(new) < is_token.shape[1],
+                first=first,
+                newest=newest,
+                is_due=is_due[group],
+                due=due if len(due := is_due[group].nonzero().flatten()) > 0 else None,
+            )
+            for group, of_group in enumerate(held)
+        ]
         for layer in self.state_layers:
-            layer.begin_feed(feed)
+            layer.begin_feed(feeds[0])
         try:
             yield
-            if any(layer.filled_by is not feed for layer in self.slot_layers):
+            if any(layer.filled_by is not feeds[layer.group] for layer in self.slot_layers):
                 raise ValueError("a layer does not attend to the tokens, but perhaps to images or an encoder")
             for layer in self.state_layers:
-                layer.end_feed(feed)
+                layer.end_feed(feeds[0])
         finally:
-            self.incoming = None
-        self.n_live[index] = n_kept.repeat_interleave(n_samples)
+            self.feeds = []
+        self.n_live[:, index] = n_kept.repeat_interleave(n_samples, dim=1)
         self.column[index] = self.fed_up_to[index] = newest.repeat_interleave(n_samples)
         of_all = ([n for n in each for _ in range(n_samples)] for each in (n_tokens, n_protected))
         self.levels.start(rows, *of_all)
@@ -202,9 +242,14 @@ class SlotCache(Cache):
             self.n_live.masked_fill_(~is_running, 1)
 
     @property
-    def n_filled(self) -> int:
-        """Leading slots that hold all keys of every running row after the next `advance`."""
-        return min(self.levels.highest + 1, self.n_slots)
+    def incoming(self) -> Feed | None:
+        """The given tokens of a forward; None in a decode step."""
+        return self.feeds[0] if self.feeds else None
+
+    @property
+    def n_filled(self) -> list[int]:
+        """Leading slots that hold all keys of every running row after the next `advance`, for each group."""
+        return [min(n + 1, slots) for n, slots in zip(self.levels.highest, self.slots, strict=True)]
 
     @property
     def n_protected(self) -> Int[Tensor, " row"]:
@@ -212,19 +257,12 @@ class SlotCache(Cache):
         return (self.prompt_end - self.first).clamp(min=0)
 
     @property
-    def budgets(self) -> Int[Tensor, " row"]:
+    def budgets(self) -> Int[Tensor, "group row"]:
         """Keys that a compaction leaves in each row."""
-        return self.n_protected + (self.seq_len if self.spec.is_dense else self.spec.budget)
+        return self.n_protected + self._budgets
 
     @property
-    def limits(self) -> dict[str, int]:
-        """Arguments of an eviction that bound what it may keep."""
-        spec = self.spec
-        sizes = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
-        return {**sizes, "prompt_end": self.prompt_end}
-
-    @property
-    def is_due(self) -> Bool[Tensor, " row"]:
+    def is_due(self) -> Bool[Tensor, "group row"]:
         """True for rows above the budget that have decoded a multiple of `interval` tokens since a feed."""
         n_decoded = self.column - self.fed_up_to
         return (n_decoded % self.spec.interval == 0) & (self.n_live > self.budgets)
@@ -232,13 +270,13 @@ class SlotCache(Cache):
     def has_room(self, n_steps: int) -> bool:
         """Return False if a dense cache must `resize` before so many calls of `advance`."""
         is_fixed = self.n_slots >= self.spec.n_slots(self.seq_len)
-        return is_fixed or self.levels.highest + n_steps <= self.n_slots
+        return is_fixed or max(self.levels.highest) + n_steps <= self.n_slots
 
     def resize(self, rows: Int[Tensor, " kept"], n_slots: int) -> None:
         """Keep these rows of a dense cache alone, in pools of `n_slots` a row, which hold all their keys."""
         self.most_bytes = self.kv_bytes
-        self.n_rows, self.n_slots = len(rows), n_slots
-        self.n_live, self.column = self.n_live[rows], self.column[rows]
+        self.n_rows, self.slots = len(rows), [n_slots]
+        self.n_live, self.column = self.n_live[:, rows], self.column[rows]
         self.fed_up_to, self.first = self.fed_up_to[rows], self.first[rows]
         self.levels.keep(rows.tolist())
         layers: list[SlotLayer | StateLayer] = [*self.slot_layers, *self.state_layers]
@@ -246,11 +284,12 @@ class SlotCache(Cache):
             layer.resize(rows)
 
     def evict(self) -> None:
-        """Compact every due row to the budget, in all layers."""
+        """Compact every due row to the budget of each layer."""
         is_due = self.is_due
         with torch.autocast(is_due.device.type, enabled=False):  # scores are float32
             for layer in self.slot_layers:
-                layer.compact(is_due)
+                if self._evicts[layer.group]:
+                    layer.compact(is_due[layer.group])
         self.n_live.copy_(torch.where(is_due, self.budgets, self.n_live))
 
     def evicted_at(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row layer kv_head seq"]:
@@ -287,16 +326,20 @@ class FillLevels:
     nothing to do.
 
     Args:
-        n_slots: slots of a row beside those of protected prompts.
+        n_slots: slots of a row beside those of protected prompts, for each group of layers.
+        budgets: of the groups.
     """
 
-    def __init__(self, spec: CacheSpec, n_rows: int, n_slots: int) -> None:
+    def __init__(self, spec: CacheSpec, n_rows: int, n_slots: Sequence[int], budgets: Sequence[int]) -> None:
         self.interval = spec.interval
         # With slots for whole sequences within the budget, no row ever exceeds it.
-        self.budget = NO_BUDGET if spec.is_dense or n_slots <= spec.budget else spec.budget
-        self.most = torch.full((n_rows,), self.budget)
-        """Keys that a compaction leaves in each row."""
-        self.level = torch.full((n_rows,), IDLE)
+        sizes = zip(n_slots, budgets, strict=True)
+        self.budgets = torch.tensor(
+            [[NO_BUDGET if spec.is_dense or slots <= budget else budget] for slots, budget in sizes]
+        )
+        self.most = self.budgets.repeat(1, n_rows)
+        """Keys that a compaction leaves in each row, by group."""
+        self.level = torch.full((len(self.budgets), n_rows), IDLE)
         self.n_decoded = torch.zeros(n_rows, dtype=torch.long)
         self.n_tokens = torch.full((n_rows,), IDLE)
         """Tokens of each row, evicted or not."""
@@ -310,24 +353,24 @@ class FillLevels:
             n_protected: keys that each row keeps beside its budget.
         """
         index = list(rows)
-        self.most[index] = self.budget + torch.tensor(n_protected)
+        self.most[:, index] = self.budgets + torch.tensor(n_protected)
         self.n_tokens[index] = torch.tensor(n_tokens)
-        self.level[index] = torch.minimum(self.n_tokens[index], self.most[index])
+        self.level[:, index] = torch.minimum(self.n_tokens[index], self.most[:, index])
         self.n_decoded[index] = 0
 
     def stop(self, rows: Sequence[int]) -> None:
         """Mark rows as finished."""
-        self.level[list(rows)] = self.n_tokens[list(rows)] = IDLE
+        self.level[:, list(rows)] = self.n_tokens[list(rows)] = IDLE
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all other rows; these are numbered anew, in the order given."""
-        self.level, self.n_decoded = self.level[list(rows)], self.n_decoded[list(rows)]
-        self.n_tokens, self.most = self.n_tokens[list(rows)], self.most[list(rows)]
+        self.level, self.n_decoded = self.level[:, list(rows)], self.n_decoded[list(rows)]
+        self.n_tokens, self.most = self.n_tokens[list(rows)], self.most[:, list(rows)]
 
     @property
-    def highest(self) -> int:
-        """Keys of the fullest row; 0 if all are idle."""
-        return max(int(self.level.max()), 0)
+    def highest(self) -> list[int]:
+        """Keys of the fullest row, for each group; 0 if all are idle."""
+        return [max(int(level), 0) for level in self.level.amax(dim=1).tolist()]
 
     @property
     def longest(self) -> int:

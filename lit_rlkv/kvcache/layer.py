@@ -1,6 +1,7 @@
 """SlotLayer: one layer of the evicting cache, with its pool of slots and the inputs of its policy."""
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,11 @@ class SlotLayer(CacheLayerMixin):
         # garbage collection.
         self.cache: SlotCache = weakref.proxy(cache)
         self.kind = kind
+        self.group = 0
+        """Number of the group of layers whose budget this one has."""
         self.scaling = 1.0
+        self.scorer: Callable[..., Tensor] | None = None
+        """Scores the keys for a trained policy."""
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.filled_by: Feed | None = None
         self.evicted_at: Int[Tensor, "row kv_head seq"]
@@ -51,6 +56,17 @@ class SlotLayer(CacheLayerMixin):
         self.first_slot: Int[Tensor, "row kv_head"]
         self.recent_queries: RecentQueries | None = None
         self.attention: Float[Tensor, "row kv_head slot"] | None = None
+
+    @property
+    def budget(self) -> int:
+        """Keys left after a compaction, beside protected prompts."""
+        return self.cache.group_budgets[self.group]
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Arguments of an eviction that bound what it may keep."""
+        spec, prompt_end = self.cache.spec, self.cache.prompt_end
+        return {"budget": self.budget, "sink": spec.sink, "window": spec.window, "prompt_end": prompt_end}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing; the first feed allocates the pool."""
@@ -165,8 +181,7 @@ class SlotLayer(CacheLayerMixin):
         Raises:
             ValueError: this layer has filled it from them already.
         """
-        feed = self.cache.incoming
-        assert feed is not None
+        feed = self.cache.feeds[self.group]
         if self.filled_by is feed:
             raise ValueError(
                 "a layer attends twice in one forward, but the cache has one set of keys per layer; use a "
@@ -183,7 +198,7 @@ class SlotLayer(CacheLayerMixin):
     def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
         """Allocate pool and records of all rows; zeroed, because NaN in an unused slot could spread."""
         cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
-        shape = (cache.n_rows, n_kv_heads, cache.n_slots)
+        shape = (cache.n_rows, n_kv_heads, cache.slots[self.group])
         self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
         self.evicted_at = cache.table_without_evictions(slice(None)).repeat(1, n_kv_heads, 1)
         self._number_slots()
@@ -218,7 +233,7 @@ class SlotLayer(CacheLayerMixin):
         policy, (keys, values), n_candidates = self.cache.policy, self._pools(), key.shape[2]
         width = min(n_candidates, keys.shape[2])
         if policy is not None:
-            width = min(width, self.cache.spec.budget + self.cache.prompt_end)
+            width = min(width, self.budget + self.cache.prompt_end)
             self.columns[feed.all_rows] = UNUSED
         if self.attention is not None:
             self.attention[feed.all_rows] = 0.0
@@ -256,7 +271,7 @@ class SlotLayer(CacheLayerMixin):
         assert policy is not None
         assert due is not None
         scores, now = policy.score(view)[due], feed.newest[due] + 1
-        return choose_survivors(scores, view.columns[due], now, feed.first[due], **self.cache.limits)
+        return choose_survivors(scores, view.columns[due], now, feed.first[due], **self.limits)
 
     def _view_of(
         self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
@@ -277,17 +292,18 @@ class SlotLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
     ) -> Tensor:
         """Write one key per row, attend, and record the inputs of the policy."""
-        cache, policy = self.cache, self.cache.policy
+        cache, policy, n_live = self.cache, self.cache.policy, self.cache.n_live[self.group]
         keys, values = self._pools()
         n_rows, n_kv_heads = key.shape[:2]
-        places = self._write(self.first_slot + (cache.n_live - 1)[:, None], key, value)
+        places = self._write(self.first_slot + (n_live - 1)[:, None], key, value)
         packed = query.reshape(n_rows, n_kv_heads, -1, query.shape[-1])
         if policy is not None:
             columns = cache.column[:, None].expand(-1, n_kv_heads).flatten()
             self.columns.view(-1).index_copy_(0, places, columns)
         if self.recent_queries is not None:
             self.recent_queries.write(cache.column, packed)
-        read, tracked = slice(cache.n_read), None if policy is None else policy.tracks_attention
+        read = slice(None if cache.n_read is None else cache.n_read[self.group])
+        tracked = None if policy is None else policy.tracks_attention
         received = None
         if self.attention is not None and tracked != "renewed":
             received = self.attention[:, :, read]
@@ -295,7 +311,7 @@ class SlotLayer(CacheLayerMixin):
             packed,
             keys[:, :, read],
             values[:, :, read],
-            cache.n_live,
+            n_live,
             scaling,
             softcap=softcap,
             sink=self.sink,
@@ -344,9 +360,9 @@ class SlotLayer(CacheLayerMixin):
             is_due,
             cache.column + 1,
             cache.first,
-            **cache.limits,
+            **self.limits,
         )
-        is_behind = torch.arange(cache.n_slots, device=keys.device) >= cache.budgets[:, None]
+        is_behind = torch.arange(keys.shape[2], device=keys.device) >= cache.budgets[self.group][:, None]
         is_free = (is_behind & is_due[:, None])[:, None]
         self.columns.masked_fill_(is_free, UNUSED)
         if running is not None:
@@ -384,13 +400,15 @@ class SlotLayer(CacheLayerMixin):
             is_live=columns >= first[:, None, None],
             is_recent=columns > (newest - window)[:, None, None],
             is_first=columns < (first + spec.sink).clamp(min=self.cache.prompt_end)[:, None, None],
-            budget=spec.budget,
+            budget=self.budget,
             queries=queries,
             query_columns=query_columns,
             attention=attention,
             scaling=self.scaling,
             generator=self.cache.generator,
             is_due=is_due,
+            now=newest + 1,
+            scorer=self.scorer,
         )
         if policy is not None and policy.tracks_attention == "renewed" and attention is not None:
             attention.copy_(torch.where(is_due[:, None, None], policy.renew(view), attention))

@@ -5,15 +5,18 @@ no entry: `cache.policy=mypackage.policies.MyPolicy`, with that package in `trus
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lit_rlkv.checks import Range
 from lit_rlkv.kernels import slot_scores
+from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 from lit_rlkv.trust import load_trusted_class
 
 SNAPKV_POOL, RKV_POOL = 5, 7
@@ -57,6 +60,10 @@ class SlotView:
     """For policies that draw; None is torch's default generator."""
     is_due: Bool[Tensor, " batch"] | None = None
     """Rows whose scores will be read; None means all. Other rows may score anything."""
+    now: Int[Tensor, " batch"] | None = None
+    """First column whose query will not see the evicted keys: that of the latest query + 1."""
+    scorer: Callable[..., Tensor] | None = None
+    """This layer's part of what `Policy.make_scorer` has made; None without one."""
 
 
 class Policy(ABC):
@@ -77,10 +84,12 @@ class Policy(ABC):
     written, "last" query only, or None. "renewed": what `renew` returns, before each call of `score`."""
     sees_queries: ClassVar[bool] = False
     """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
-    draws: ClassVar[bool] = False
+    draws: bool = False
     """True if scores are random, so that the responses to one prompt must not share them.
 
     They do share those of all chunks of a prompt but the last, which are read, and drawn, once."""
+    is_trained: ClassVar[bool] = False
+    """True if `SlotView.scorer` is needed, which RL trains; the survivors are then those of Gumbel top-k."""
 
     @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
@@ -89,6 +98,10 @@ class Policy(ABC):
     def renew(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         """Return a number of each key from `view.attention`, which holds the last one; 0 for a new key."""
         raise NotImplementedError(f'{type(self).__name__}.renew is needed for tracks_attention = "renewed"')
+
+    def make_scorer(self, shapes: Sequence[KVShape]) -> nn.Module:
+        """Return a module whose `layer(number)` is, for each layer of `shapes`, like a `LayerScorer`."""
+        raise NotImplementedError(f"{type(self).__name__}.make_scorer is needed for is_trained = True")
 
 
 class Streaming(Policy):
@@ -302,6 +315,38 @@ class Random(Policy):
         return torch.rand(shape, generator=view.generator, device=device, dtype=torch.float32)
 
 
+class Learned(Policy):
+    """Keys by a score that RL trains: eviction as an action.
+
+    score(k) = the layer's `LayerScorer` of key, value and age, plus Gumbel noise if it samples.
+
+    Args:
+        samples: draw the survivors, by Gumbel top-k; False keeps the highest scores. Rollouts of RL draw.
+        hidden: hidden units of each head's scorer.
+    """
+
+    is_trained = True
+
+    def __init__(self, samples: bool = False, hidden: int = 16) -> None:
+        if not isinstance(samples, bool):
+            raise ValueError(f"samples must be true or false, got {samples!r}; choose one")
+        Range(least=1).check("hidden", hidden, int)
+        self.draws = samples
+        self.hidden = hidden
+
+    def make_scorer(self, shapes: Sequence[KVShape]) -> nn.Module:
+        return KVScorer(shapes, self.hidden)
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.now is not None
+        assert view.scorer is not None
+        log_age = (view.now[:, None, None] - view.columns).float().log1p()
+        scores = view.scorer(view.keys, view.values, log_age[:, :, None])[:, :, 0]
+        if self.draws:
+            scores = scores - torch.empty_like(scores).exponential_(generator=view.generator).log()
+        return scores
+
+
 POLICIES: dict[str, type[Policy]] = {
     "streaming": Streaming,
     "h2o": H2O,
@@ -314,7 +359,10 @@ POLICIES: dict[str, type[Policy]] = {
     "vase": VaSE,
     "gkv": GKV,
     "random": Random,
+    "learned": Learned,
 }
+UNTRAINED = tuple(name for name, policy in POLICIES.items() if not policy.is_trained)
+"""The policies that serve any model as it is."""
 DENSE = "dense"
 """Name that stands for no policy: every key is kept."""
 

@@ -1,11 +1,14 @@
 """CacheSpec: size and eviction policy of a KV cache."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_rlkv.checks import Range
-from lit_rlkv.kvcache.policies import DENSE, POLICIES, Policy, load_policy_class
+from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
+
+PYRAMID, BETA = "pyramid", 20
+"""Profile of PyramidKV (arXiv:2406.02069): the last layer chooses 1 / BETA of the mean number of keys."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,13 @@ class CacheSpec:
         protect_prompt: never evict a key of the prompt, and let `budget` count the keys after it alone. Each
             row then has `budget + interval` slots and one for each token of the longest prompt. Tokens that
             are given in the middle of a response are no prompt.
+        budget_profile: None gives each layer the same budget. "pyramid" gives lower layers more, linearly. A
+            list, of a number for each layer with attention and without a window, gives them budgets in its
+            proportions. `budget` is their mean, and the budget of layers with a window.
 
     Raises:
         ValueError: the policy is unknown or does not take the options, a size is not an integer or too small,
-            the budget is below sink + window + 1, or `protect_prompt` is not a bool.
+            the budget is below sink + window + 1, `protect_prompt` is not a bool, or the profile is unknown.
     """
 
     policy: str | type[Policy] | Policy = "snapkv"
@@ -40,6 +46,7 @@ class CacheSpec:
     window: int = 16
     protect_prompt: bool = False
     policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    budget_profile: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy_options", dict(self.policy_options or {}))
@@ -55,6 +62,23 @@ class CacheSpec:
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(
                 f"cache.protect_prompt must be true or false, got {self.protect_prompt!r}; choose one"
+            )
+        self._check_profile()
+
+    def _check_profile(self) -> None:
+        profile = self.budget_profile
+        if isinstance(profile, Sequence) and not isinstance(profile, str):
+            object.__setattr__(self, "budget_profile", tuple(profile))
+            for size in profile:
+                Range(least=1).check("cache.budget_profile", size, int)
+        elif profile not in (None, PYRAMID):
+            raise ValueError(
+                f"cache.budget_profile must be {PYRAMID}, a list or null, got {profile!r}; choose one"
+            )
+        if profile is not None and self.is_dense:
+            raise ValueError(
+                f"cache.budget_profile={profile} divides a budget, and a dense cache has none; use null, or "
+                "another policy"
             )
 
     @classmethod
@@ -73,7 +97,14 @@ class CacheSpec:
         if self.is_dense:
             return "dense"
         prompt = "prompt+" if self.protect_prompt else ""
-        return f"{self.policy_name} {prompt}{self.budget}+{self.interval}"
+        profile = "" if self.budget_profile is None else f" {self.profile_name}"
+        return f"{self.policy_name}{profile} {prompt}{self.budget}+{self.interval}"
+
+    @property
+    def profile_name(self) -> str:
+        """Name of the budget profile."""
+        profile = self.budget_profile
+        return profile if isinstance(profile, str) else "-".join(map(str, profile or ()))
 
     @property
     def policy_name(self) -> str:
@@ -82,16 +113,58 @@ class CacheSpec:
             return self.policy.rpartition(".")[2]
         return (self.policy if isinstance(self.policy, type) else type(self.policy)).__name__
 
-    def n_slots(self, seq_len: int, n_prompt: int = 0) -> int:
+    @property
+    def is_trained(self) -> bool:
+        """True if the policy has parameters, in the `kv_scorer` of a backbone."""
+        policy = self.make_policy()
+        return policy is not None and policy.is_trained
+
+    @property
+    def for_rollouts(self) -> "CacheSpec":
+        """The cache of RL's rollouts: a trained policy draws its survivors there."""
+        if not self.is_trained or isinstance(self.policy, Policy):
+            return self
+        return replace(self, policy_options={**self.policy_options, "samples": True})
+
+    def n_slots(self, seq_len: int, n_prompt: int = 0, budget: int | None = None) -> int:
         """Return the slots per sequence, layer and KV head.
 
         Args:
             seq_len: tokens of the longest sequence.
             n_prompt: tokens of the longest prompt.
+            budget: of the layer; None: the mean.
         """
         if self.is_dense:
             return seq_len
-        return min(self.budget + self.interval + (n_prompt if self.protect_prompt else 0), seq_len)
+        size = (self.budget if budget is None else budget) + self.interval
+        return min(size + (n_prompt if self.protect_prompt else 0), seq_len)
+
+    def layer_budgets(self, n_layers: int) -> tuple[int, ...]:
+        """Return the budgets of the layers without a window, in order; `budget` is their mean.
+
+        Raises:
+            ValueError: the profile has another number of layers, or a layer gets too few keys.
+        """
+        profile, least = self.budget_profile, self.sink + self.window + 1
+        if profile is None:
+            return (self.budget,) * n_layers
+        if isinstance(profile, str) and n_layers > 0:
+            step = (2 - 2 / BETA) / max(n_layers - 1, 1)
+            shares = [1 / BETA + step * layer for layer in reversed(range(n_layers))]
+            return tuple(least + size for size in _divided((self.budget - least) * n_layers, shares))
+        numbers = () if isinstance(profile, str) else profile
+        if n_layers == 0 or len(numbers) != n_layers:
+            raise ValueError(
+                f"cache.budget_profile={profile} is of the model's layers without a window, which are "
+                f"{n_layers}; give a number for each, or null"
+            )
+        found = _divided(self.budget * n_layers, numbers)
+        if min(found) < least:
+            raise ValueError(
+                f"cache.budget_profile={list(numbers)} must leave each layer at least sink + window + 1 = "
+                f"{least} keys, got {list(found)}; change it, or raise budget={self.budget}"
+            )
+        return found
 
     def make_policy(self) -> Policy | None:
         """Return the policy object; None if nothing is ever evicted."""
@@ -100,7 +173,7 @@ class CacheSpec:
                 f"cache.policy must be one of {', '.join((DENSE, *POLICIES))}, or a policy of your own, "
                 f"got {self.policy!r}; choose one"
             )
-        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *POLICIES)
+        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *UNTRAINED)
         if takes_none and self.policy_options:
             raise ValueError(
                 f"policy_options={self.policy_options} have no effect on {self.policy_name}; leave them out"
@@ -112,3 +185,13 @@ class CacheSpec:
             return make(**self.policy_options)
         except TypeError as error:
             raise ValueError(f"cache.policy={self.policy}: {error}") from error
+
+
+def _divided(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers in the proportions of the shares that add up to `total`, by largest remainders."""
+    exact = [total * share / sum(shares) for share in shares]
+    sizes = [int(size) for size in exact]
+    order = sorted(range(len(shares)), key=lambda place: sizes[place] - exact[place])
+    for place in order[: total - sum(sizes)]:
+        sizes[place] += 1
+    return tuple(sizes)

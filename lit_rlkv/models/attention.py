@@ -1,6 +1,7 @@
 """The attention function registered with transformers: slot cache, replay of evictions, or plain SDPA."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -18,8 +19,24 @@ from lit_rlkv.models.flat_tokens import FlatTokens
 
 ATTENTION_NAME = "lit_rlkv"
 
-Probe = Callable[[int, Tensor, Tensor, float, float | None], None]
-"""Called at replay with the index of a layer, its rotated queries and keys, scaling and softcap."""
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a layer's attention reads at replay: rotated queries and keys, and values."""
+
+    layer: int
+    """Place of the layer among those with attention."""
+    query: Float[Tensor, "batch head seq dim"] | None
+    key: Float[Tensor, "batch kv_head seq dim"]
+    value: Float[Tensor, "batch kv_head seq dim_v"]
+    scaling: float
+    softcap: float | None
+    flat: FlatTokens | None
+    """Set if the tensors are a flat sequence, [1, head, token, dim]."""
+
+
+Probe = Callable[[AttentionInputs], None]
+"""Called at replay with the inputs of each layer."""
 
 NOT_REPLAYED = ("position_bias", "head_mask")
 """Attention arguments that change the softmax in some models; they are not supported."""
@@ -79,7 +96,7 @@ def attention_forward(
         layer_evicted_at = layer_table(evicted_at, layer, key.shape[1])
         layer_plan = None if plan is None else plan.layer(layer, key.shape[1])
         if probe is not None:
-            probe(layer, query, key, scaling, softcap)
+            probe(AttentionInputs(layer, query, key, value, scaling, softcap, flat))
         attend = partial(
             replayed_attention,
             evicted_at=layer_evicted_at,

@@ -13,7 +13,7 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.cache import LayerKind
-from lit_rlkv.models.attention import ATTENTION_NAME
+from lit_rlkv.models.attention import ATTENTION_NAME, Probe
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import by_token, replayed_experts
@@ -239,6 +239,7 @@ def learner_states(
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
     is_read: Bool[Tensor, "batch seq"] | None = None,
     expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
+    probe: Probe | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states of a batch under replay; each different token is computed once.
 
@@ -246,6 +247,7 @@ def learner_states(
         n_prompt: leading columns of each row with its prompt and the padding before it.
         is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
         expert_ids: see `hidden_states`.
+        probe: called with the inputs of each layer's attention.
 
     Raises:
         ValueError: see `check_deterministic`.
@@ -257,12 +259,15 @@ def learner_states(
     if not has_states(model):  # a state goes through its own row alone
         flat = flat_tokens(input_ids, is_token, n_prompt, within_windows(model, evicted_at), expert_ids)
     if flat is None:
-        return hidden_states(model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids)
+        return hidden_states(
+            model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids, probe=probe
+        )
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
     experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
-    return flat.spread(
-        hidden_states(model, tokens, places, evicted_at=evicted_at, expert_ids=experts, flat=flat)[0]
+    found = hidden_states(
+        model, tokens, places, evicted_at=evicted_at, expert_ids=experts, flat=flat, probe=probe
     )
+    return flat.spread(found[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -48,9 +48,13 @@ class FlatTokens:
         out: Tensor = _Spread.apply(values, self)  # type: ignore[no-untyped-call]
         return out
 
+    def spread_heads(self, heads: Tensor) -> Tensor:
+        """Return [batch, head, seq, dim] of flat queries, keys or values [1, head, token, dim]."""
+        return self.spread(heads[0].transpose(0, 1)).transpose(1, 2)
+
     def attend(self, attention: Callable[..., Tensor], *flat: Tensor) -> Tensor:
         """Return the result of `attention` over the rows, flat as its arguments: [1, head, token, dim]."""
-        rows = (self.spread(heads[0].transpose(0, 1)).transpose(1, 2) for heads in flat)
+        rows = map(self.spread_heads, flat)
         return self.flatten(attention(*rows).transpose(1, 2)).transpose(0, 1)[None]
 
 

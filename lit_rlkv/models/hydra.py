@@ -21,6 +21,7 @@ from lit_rlkv.models.adapters import (
 )
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.models.kv_scorer import KV_SCORER
 from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
 from lit_rlkv.models.routing import given_experts, replayed_experts
 
@@ -104,7 +105,7 @@ class Roles(nn.Module):
         own = [
             parameter
             for name, parameter in self.backbone(role).named_parameters()
-            if parameter.requires_grad and (adapter is None or f".{adapter}." in name)
+            if parameter.requires_grad and _is_trained_by(role, adapter, name)
         ]
         return own + (list(self.heads[role].parameters()) if role in self.heads else [])
 
@@ -120,6 +121,13 @@ class Roles(nn.Module):
                 head.requires_grad_(False)
             for adapter in adapters:
                 add_adapter(backbone, adapter, lora)
+
+
+def _is_trained_by(role: str, adapter: str | None, name: str) -> bool:
+    """True if a role trains the parameter of this name: its adapter's, and as the policy the kv_scorer's."""
+    if name.startswith(f"{KV_SCORER}."):
+        return role == "policy"
+    return adapter is None or f".{adapter}." in name
 
 
 def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> ScalarHead:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.checks import check_temperature
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps, token_logps_and_entropy
+from lit_rlkv.models.attention import Probe
 from lit_rlkv.models.backbone import (
     check_length,
     head_is_frozen,
@@ -48,8 +49,13 @@ def query_experts(rollout: Rollout) -> Int[Tensor, "batch router expert query"] 
     return None if rollout.expert_ids is None else rollout.expert_ids[..., :-1]
 
 
-def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -> Float[Tensor, "token dim"]:
-    """Return the hidden states that predict the response tokens, row by row: one column before each token."""
+def response_hidden(
+    model: PreTrainedModel, rollout: Rollout, *, shadow: bool, probe: Probe | None = None
+) -> Float[Tensor, "token dim"]:
+    """Return the hidden states that predict the response tokens, row by row: one column before each token.
+
+    `probe` is called with the inputs of each layer's attention.
+    """
     check_length(model, rollout.input_ids.shape[1])
     if shadow and rollout.evicted_at.shape[1] == 0:
         raise ValueError(
@@ -66,6 +72,7 @@ def response_hidden(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) -
         evicted_at[..., :-1],
         is_read=rollout.attention_mask[:, 1:],
         expert_ids=query_experts(rollout),
+        probe=probe,
     )
     return hidden[rollout.response_mask[:, 1:]]
 

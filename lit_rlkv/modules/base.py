@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.checks import Range, check_temperature
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, is_sharded, text_config
+from lit_rlkv.models.eviction_logps import KeyRecord
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.preparation import has_finite_logits
 from lit_rlkv.models.replay import (
@@ -25,6 +26,7 @@ from lit_rlkv.models.replay import (
     response_sets,
     scatter_to_response,
 )
+from lit_rlkv.modules.evictions import EvictionLearner
 from lit_rlkv.objectives import kl
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.objectives.reduction import masked_sum, weighted_sum
@@ -68,6 +70,8 @@ class PolicyModule(L.LightningModule, ABC):
         kl_bias_correction: multiply the KL of each token by π/π_old; see `kl.bias_corrected`.
         entropy_coef: weight of the entropy, averaged like the loss, that is subtracted from the loss.
         policy_weight: weight of the algorithm's objective; KL, entropy and callbacks' terms are not scaled.
+        evictions: trains the scorer of the rollouts' cache; None: it has none, or it stays as it is.
+        eviction_lr_scale: learning rate of the scorer, relative to the policy's.
     """
 
     advantage_estimator: ClassVar[type] = object
@@ -88,6 +92,8 @@ class PolicyModule(L.LightningModule, ABC):
         kl_bias_correction: bool = False,
         entropy_coef: float | int = 0.0,
         policy_weight: float | int = 1.0,
+        evictions: EvictionLearner | None = None,
+        eviction_lr_scale: float | int = 1.0,
     ) -> None:
         super().__init__()
         check_temperature("temperature", temperature, is_greedy_allowed=False)
@@ -103,6 +109,8 @@ class PolicyModule(L.LightningModule, ABC):
         self.kl_bias_correction = kl_bias_correction
         self.entropy_coef = entropy_coef
         self.policy_weight = policy_weight
+        self.evictions = evictions
+        self.eviction_lr_scale = eviction_lr_scale
         self.loss_terms: Sequence[LossTerm] = ()
 
     @classmethod
@@ -163,13 +171,17 @@ class PolicyModule(L.LightningModule, ABC):
     def policy_terms(self, batch: TrainBatch) -> tuple[StepOutputs, Terms, Terms]:
         """Return the outputs of one policy forward, its loss terms (with KL and callbacks'), and metrics."""
         with acting_as(self.roles, "policy") as backbone:
-            hidden = response_hidden(backbone, batch.rollout, shadow=self.replays)
+            record = None if self.evictions is None else KeyRecord()
+            hidden = response_hidden(backbone, batch.rollout, shadow=self.replays, probe=record)
             found = response_logps_and_entropy(backbone, batch.rollout, hidden, self.temperature)
             outputs = StepOutputs(hidden, *found)
             objective, metrics = self.objective(batch, outputs)
             losses = {name: self.policy_weight * loss for name, loss in objective.items()}
             for term in (PolicyModule._reference_kl, PolicyModule._entropy_bonus, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
+                losses, metrics = losses | more_losses, metrics | more_metrics
+            if self.evictions is not None and record is not None:
+                more_losses, more_metrics = self.evictions.terms(backbone, batch, record)
                 losses, metrics = losses | more_losses, metrics | more_metrics
         metrics["entropy"] = outputs.entropy.sum() / batch.n_response_tokens
         if batch.is_first_update and self.replays:
@@ -221,10 +233,23 @@ class PolicyModule(L.LightningModule, ABC):
         return [([p for p in self.parameters() if p.requires_grad], 1.0)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        groups = self.parameter_groups()
+        groups = self._groups_with_scorer()
         optimizer = self.make_optimizer([{"params": parameters} for parameters, _ in groups])
         scheduler = LambdaLR(optimizer, [partial(self._lr_fraction, scale) for _, scale in groups])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _groups_with_scorer(self) -> list[tuple[list[nn.Parameter], float | int]]:
+        """Return `parameter_groups`, with the scorer of evictions in a group of its own at the end."""
+        scorer = self.watched_parameters().get("eviction", [])
+        ids = {id(parameter) for parameter in scorer}
+        groups = [([p for p in some if id(p) not in ids], scale) for some, scale in self.parameter_groups()]
+        return [*groups, (scorer, self.eviction_lr_scale)] if scorer else groups
+
+    def watched_parameters(self) -> dict[str, list[nn.Parameter]]:
+        """Return parameters whose gradient norm is a metric of its own, NAME/grad_norm, by name."""
+        if self.evictions is None:
+            return {}
+        return {"eviction": [p for p in self.evictions.scorer.parameters() if p.requires_grad]}
 
     def _lr_fraction(self, scale: float | int, step: int) -> float:
         warm = min(1.0, (step + 1) / (self.n_warmup_steps + 1))

@@ -7,7 +7,7 @@ from lit_rlkv.kernels.token_logps import Head, TokenSets, policy_kl
 
 
 def distillation_kl(
-    teacher: Float[Tensor, "action dim"],
+    teacher: Float[Tensor, "action teacher_dim"],
     student: Float[Tensor, "action dim"],
     teacher_head: Head,
     student_head: Head,
@@ -25,7 +25,7 @@ def distillation_kl(
     KL(student ‖ teacher) if `reverse`. The logits of a whole batch never exist at once.
 
     Args:
-        teacher: the teacher's last hidden states at the response tokens.
+        teacher: the teacher's last hidden states at the response tokens, of its own size.
         student: the student's last hidden states at the same tokens; gradients flow into these.
         teacher_head: maps hidden states to logits; its gradient is stopped.
         student_head: the same for the student.

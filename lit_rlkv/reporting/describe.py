@@ -119,6 +119,12 @@ def _algorithm(config: Tree) -> str:
 
 
 def _arm(config: Tree) -> str:
+    """Return the experiment's name and meaning, and its teacher; see `_correction`."""
+    teacher = (config.get("distillation") or {}).get("model")
+    return _correction(config) + ("" if teacher is None else f", taught by {teacher}")
+
+
+def _correction(config: Tree) -> str:
     """Return the experiment's name and meaning; other corrections are named by their function."""
     correction = config.get("correction") or {}
     weights = _class(correction.get("weight_fn"))
@@ -126,7 +132,7 @@ def _arm(config: Tree) -> str:
     if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
         name = "dense"
     elif correction.get("replays"):
-        replay = "smd" if config.get("distillation") else "shadow"
+        replay = "smd" if "direction" in (config.get("distillation") or {}) else "shadow"
         return f"{replay}: {METHODS[replay]}" + ("" if name == "naive" else f", with weights by {name}")
     return f"{name}: {METHODS[name]}" if name in METHODS else name
 

@@ -25,6 +25,7 @@ from lit_rlkv.models.backbone import (
     text_config,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
+from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.rollout.expert_record import ExpertRecord
 from lit_rlkv.rollout.graph import CudaGraphRunner
@@ -139,6 +140,7 @@ class Decoder:
             n_splits=n_splits,
             n_slots=min(self.seq_len, n_prompt_columns + FIRST_TOKENS),
             kinds=layer_kinds(model),
+            scorer=kv_scorer_of(model),
         )
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
@@ -215,7 +217,7 @@ class Decoder:
         newest = (tokens.shape[1] - n_new)[:, None]
         tokens = F.pad(tokens, (1, 0)).scatter(1, newest, self.newest[index, None])
         is_token = F.pad(is_token, (1, 0)).scatter(1, newest, True)
-        while self.kv.policy is None and int((self.kv.n_live[index] + n_new).max()) >= self.kv.n_slots:
+        while self.kv.policy is None and int((self.kv.n_live[:, index] + n_new).max()) >= self.kv.n_slots:
             self.grow(range(self.n_rows))
         lens = n_new.tolist()
         if not has_states(self.model):

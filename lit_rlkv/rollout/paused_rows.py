@@ -36,7 +36,7 @@ def _overwritten(kv: SlotCache, newest: Tensor) -> list[Tensor]:
     Such a row writes its key to its first slot, its query over its latest one, and its states anew. The ring
     of a window is returned whole, because the slot that is written differs from row to row.
     """
-    found = [newest, kv.n_live]
+    found = [newest, kv.n_live.T]
     for layer in kv.slot_layers:
         is_ring = isinstance(layer, WindowLayer)
         pools = [layer.keys, layer.values]

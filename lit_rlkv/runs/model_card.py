@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lit_rlkv.config import is_local
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.files import read_if_there
+from lit_rlkv.models.kv_scorer import KV_SCORER_FILE
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.reporting.describe import describe
 from lit_rlkv.reporting.run_folder import read_environments
@@ -50,6 +51,8 @@ class Exported:
     """Roles whose head was written."""
     critics: tuple[str, ...] = ()
     """Roles with a head that the run uses."""
+    has_scorer: bool = False
+    """True if the scorer of an eviction policy was written."""
 
 
 def model_card(run: SavedRun, exported: Exported) -> str:
@@ -77,6 +80,7 @@ def model_card(run: SavedRun, exported: Exported) -> str:
         ADAPTER=ADAPTER,
         VALUE_ADAPTER=VALUE_ADAPTER,
         HEADS=HEADS,
+        KV_SCORER_FILE=KV_SCORER_FILE,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -105,14 +106,19 @@ def _least(context: RunContext, number: int) -> int:
 
 
 def free_memory(context: RunContext, module: nn.Module) -> int:
-    """Return the bytes of this process's share of the device, less weights, gradients and two moments."""
+    """Return the bytes of this process's share of the device, less weights, gradients and two moments.
+
+    A teacher on the device is of the weights.
+    """
     device, n_ranks = context.fabric.device, context.fabric.world_size
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
         n_nodes = getattr(context.fabric.strategy, "num_nodes", 1)  # a single process has no such number
         total = machine_memory() * n_nodes // n_ranks
-    for parameter in module.parameters():
+    frozen = [] if context.teacher is None else [*context.teacher.parameters()]
+    of_teacher = (parameter for parameter in frozen if parameter.device == device)
+    for parameter in chain(module.parameters(), of_teacher):
         n_bytes = parameter.numel() * parameter.element_size()
         n_shares = n_ranks if isinstance(parameter, DTensor) else 1
         total -= n_bytes * (4 if parameter.requires_grad else 1) // n_shares

@@ -1,6 +1,7 @@
 """Load the backbones of a run, shard them, and build the roles and the RL module."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,11 +12,13 @@ from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
+from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
-from lit_rlkv.models.backbone import hidden_states, n_embeddings, token_positions
+from lit_rlkv.models.backbone import hidden_states, layer_kinds, n_embeddings, token_positions
 from lit_rlkv.models.hydra import Roles, checkpointed_layers
+from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of, read_kv_scorer
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.loading import load_causal_lm
@@ -23,10 +26,11 @@ from lit_rlkv.models.preparation import check_chunks, prepare_backbone
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.modules.evictions import EvictionLearner
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
-from lit_rlkv.runs.preflight import check_critics
+from lit_rlkv.runs.preflight import CheckedConfig, check_critics
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 
 
@@ -75,7 +79,25 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
             routers_of(backbone)
         if context.cfg.rollout.prefill_chunk is not None:
             check_chunks(backbone)
+        check_budget_profile(context.cfg, backbone)
         return backbone
+
+
+def check_budget_profile(cfg: CheckedConfig, backbone: PreTrainedModel) -> None:
+    """Check that the cache's budget profile is of this model's layers, at every budget of the run.
+
+    Raises:
+        ValueError: it is not, or leaves a layer too few keys.
+    """
+    cache = cfg.parts.cache
+    if cache.budget_profile is None:
+        return
+    budgets = {cache.budget, *cfg.evaluation.budgets}
+    if cfg.cache.target_overlap is not None:
+        budgets |= {*BudgetController(cache, cfg.cache.target_overlap, cfg.cache.budget_bounds).bounds}
+    n_layers = sum(kind.in_profile for kind in layer_kinds(backbone))
+    for budget in sorted(budgets):
+        replace(cache, budget=budget).layer_budgets(n_layers)
 
 
 def shard(context: RunContext, backbone: PreTrainedModel) -> None:
@@ -158,10 +180,22 @@ def make_roles(context: RunContext, start: str | Path) -> Roles:
             value_head=reward_head if settings.value_init == "reward" else None,
             checkpoints_layers=settings.gradient_checkpointing,
         )
+    if cfg.parts.cache.is_trained:
+        add_scorer(cfg, roles, start)
     for name in roles.backbones:
         shard(context, roles.named_backbone(name))
     roles.heads.to(context.fabric.device)
     return roles
+
+
+def add_scorer(cfg: CheckedConfig, roles: Roles, start: str | Path) -> None:
+    """Add the scorer of the cache's policy to the backbone: that of the starting model, or a new one."""
+    policy = cfg.parts.cache.make_policy()
+    assert policy is not None
+    torch.manual_seed(derive_seed(cfg.seed, "kv_scorer"))
+    with as_config_errors("cache"):
+        scorer = add_kv_scorer(roles.backbone("policy"), policy, read_kv_scorer(start))
+    scorer.requires_grad_(cfg.algorithm.eviction.weight > 0)
 
 
 def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
@@ -175,6 +209,12 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
     sees_shadow = critic_sees_shadow(cfg.roles, parts.correction, parts.cache)
     critic = {"value_shadow": sees_shadow} if parts.has_critic else {}
     roles = make_roles(context, start)
+    scorer, eviction = kv_scorer_of(roles.backbone("policy")), algorithm.eviction
+    evictions = None
+    if scorer is not None and eviction.weight > 0:
+        evictions = EvictionLearner(
+            parts.cache, scorer, weight=eviction.weight, clip=eviction.clip, kl_coef=eviction.kl_coef
+        )
     with as_config_errors("algorithm.loss"):
         return parts.module(
             roles,
@@ -184,6 +224,8 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
             kl_bias_correction=kl.bias_correction,
             entropy_coef=algorithm.entropy_coef,
             policy_weight=algorithm.policy_weight,
+            evictions=evictions,
+            eviction_lr_scale=eviction.lr_scale,
             n_warmup_steps=algorithm.n_warmup_steps,
             n_decay_steps=n_steps if algorithm.lr_schedule == "linear" else None,
             **in_loss,

@@ -15,7 +15,7 @@ from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
-from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
+from lit_rlkv.config.schema import AlgorithmConfig, EvictionConfig, RewardConfig
 from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
@@ -28,7 +28,7 @@ from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
 from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 from lit_rlkv.rewards import RewardFunction
-from lit_rlkv.tasks import Task
+from lit_rlkv.tasks import FiniteTask, Task
 from lit_rlkv.tasks.json_rows import reading_progress
 
 
@@ -95,8 +95,10 @@ def build_and_check(config: Config) -> CheckedConfig:
         caches_to_evaluate(checked.parts.cache, config.evaluation.budgets)
     _check_algorithm(checked)
     _check_budget_control(checked)
+    _check_evictions(checked)
     _check_minibatches(checked)
     _check_verifier(checked)
+    _check_curriculum(checked)
     if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
         has_head, is_apart = config.sft.trains_reward_head, not config.sft.joint
         check_critics(checked, "the model of the SFT stage", has_head=has_head, is_apart=is_apart)
@@ -262,6 +264,26 @@ def _check_budget_control(cfg: CheckedConfig) -> None:
     )
 
 
+def _check_evictions(cfg: CheckedConfig) -> None:
+    """Check that a trained eviction policy can be trained, and that other policies are not asked to be."""
+    eviction, cache, correction = cfg.algorithm.eviction, cfg.parts.cache, cfg.parts.correction
+    require(
+        cache.is_trained or eviction == EvictionConfig(),
+        f"algorithm.eviction trains the scorer of cache.policy=learned, and {cache.policy_name} has none; "
+        "leave its keys out, or use cache.policy=learned",
+    )
+    require(
+        not cache.is_trained or eviction.weight == 0 or (correction.replays and not correction.samples_dense),
+        f"algorithm.eviction.weight={eviction.weight} learns from evictions that the learner replays, and "
+        "this correction has none; use correction=shadow, or algorithm.eviction.weight=0",
+    )
+    require(
+        not cache.is_trained or cfg.sft.on_policy_pairs.n_prompts == 0,
+        f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} samples under cache.policy="
+        f"{cache.policy_name}, whose scorer is made after SFT; use 0, or another policy",
+    )
+
+
 def _check_minibatches(cfg: CheckedConfig, n_shards: int = 1) -> None:
     """Check that the responses or pairs of each shard suffice for the minibatches."""
     is_pairwise = isinstance(cfg.parts.advantage, PairAdvantage)
@@ -299,6 +321,23 @@ def _check_verifier(cfg: CheckedConfig) -> None:
     require(
         cfg.reward.accuracy != ENVIRONMENT or cfg.environment is not None,
         f"reward.accuracy={ENVIRONMENT} needs an environment; choose one, or use null",
+    )
+
+
+def _check_curriculum(cfg: CheckedConfig) -> None:
+    """Check that problems return, and that their responses have a success."""
+    decay, task = cfg.algorithm.curriculum.decay, cfg.parts.task
+    if decay is None:
+        return
+    require(
+        isinstance(task, FiniteTask),
+        f"algorithm.curriculum.decay={decay} draws problems by their earlier success, and {task} makes each "
+        "problem anew; use a dataset, such as task=jsonl, or null",
+    )
+    require(
+        cfg.reward.accuracy is not None or task.is_verifiable,
+        f"algorithm.curriculum.decay={decay} needs the success of a response, and {task} cannot verify "
+        "answers; set reward.accuracy to a function that can, or use null",
     )
 
 

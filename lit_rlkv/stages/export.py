@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lit_rlkv.config import ConfigError
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.kv_scorer import save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import stream
@@ -37,12 +38,14 @@ def export_policy(
     *,
     dtype: torch.dtype | None,
     with_heads: bool,
+    scorer: Mapping[str, Tensor] | None = None,
 ) -> Exported:
     """Write model, tokenizer and generation config into a folder, and adapters and heads if there are any.
 
     Args:
         start: path or hub name of the base model, into whose weights the adapter is merged.
         dtype: dtype of the merged weights; None: the policy's.
+        scorer: weights of the scorer of a trained eviction policy; None without one.
 
     Raises:
         ConfigError: the merged model differs from the policy, or from the files written.
@@ -64,6 +67,8 @@ def export_policy(
     merged.save_pretrained(folder)
     check_written(merged, folder)
     tokenizer.save_pretrained(folder)
+    if scorer is not None:
+        save_kv_scorer(scorer, folder)
     heads = save_heads(roles, folder / HEADS) if with_heads else ()
     value = roles.layout.adapter["value"]
     has_value_adapter = "value" in heads and value not in (None, adapter)
@@ -72,7 +77,7 @@ def export_policy(
         save_adapter(roles.backbone("value"), value, critic_dir(start), folder / VALUE_ADAPTER)
     name = str(merged.dtype).removeprefix("torch.")
     critics = tuple(role for role in CRITICS if role in roles.heads)
-    return Exported(name, gap, adapter is not None, has_value_adapter, heads, critics)
+    return Exported(name, gap, adapter is not None, has_value_adapter, heads, critics, scorer is not None)
 
 
 def merged_model(policy: PreTrainedModel, start: str | Path, adapter: Path | None) -> PreTrainedModel:

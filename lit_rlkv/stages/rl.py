@@ -7,6 +7,7 @@ from lightning import Callback
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.callbacks.hooks import loss_terms_of
 from lit_rlkv.callbacks.mismatch import DenseMismatch
+from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
@@ -50,6 +51,7 @@ def train_policy(
             seed=derive_seed(cfg.seed, "prompts", "rl"),
             rank=ranks.rank,
             world_size=ranks.size,
+            curriculum=algorithm.curriculum,
         ),
         cfg.parts.cache,
         cfg.parts.correction,
@@ -69,11 +71,12 @@ def train_policy(
             context,
             module,
             module.roles.backbone("policy"),
-            # Distillation adds a forward of the policy under the other view.
-            n_graphs=module.n_graphs + (cfg.distillation is not None),
+            # Distillation adds a forward of the policy under the other view; a teacher's keeps nothing.
+            n_graphs=module.n_graphs + isinstance(cfg.parts.distillation, ShadowDistillation),
         ),
         target_overlap=cfg.cache.target_overlap,
         budget_bounds=cfg.cache.budget_bounds,
+        trains_evictions=module.evictions is not None,
     )
     for callback in callbacks:
         if isinstance(callback, RowsDiagnostic):

@@ -202,7 +202,7 @@ def test_chunks_add_up_and_unfinished_ones_do_not_count(rows):
 def test_every_policy_meets_every_budget_and_1024_tokens_once():
     wanted = list(cells(FULL, 1))
     assert len(wanted) == len(set(wanted))
-    places = {(cell.block, cell.policy, cell.budget) for cell in wanted}
+    places = {(cell.block, cell.policy, cell.budget) for cell in wanted if "+" not in cell.policy}
     for kind in ("recall", "few_shot", "chat"):
         assert sum(block == kind for block, *_ in places) == 1 + len(FULL.policies) * 4
     assert {cell.policy for cell in wanted if cell.tokens == 1024} == {"dense", *FULL.policies}

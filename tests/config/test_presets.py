@@ -27,6 +27,7 @@ EXTRAS = {
     "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
     "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],
     "task=reasoning_gym": ["task.dataset=spell_backward"],
+    "distillation=teacher": ["distillation.model=someone/something"],
     "correction=dense": ["distillation=none"],
     "recipe=llm": ["model.path=someone/something"],
     "recipe=smollm2": ["model.path=someone/something"],
@@ -46,8 +47,8 @@ EXTRAS = {
     ],
 }
 PACKAGES = {"task=preferences_hf": "datasets", "task=reasoning_gym": "reasoning_gym"}
-PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify"}
-"""Packages of the extras `data`, `gym` and `math`."""
+PACKAGES |= {"task=gsm8k": "datasets", "reward=math": "math_verify", "optimizer=adamw8bit": "torchao"}
+"""Packages of the extras `data`, `gym`, `math` and `lowbit`."""
 STABLE_NAMES = (
     "task", "model.path", "cache.policy", "cache.budget", "cache.interval", "cache.sink", "cache.window",
     "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",

@@ -14,6 +14,7 @@ from lit_rlkv.diagnostics.evictions import (
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
@@ -78,9 +79,11 @@ def test_masses_are_those_of_the_eager_attention_of_transformers(family: str, n_
     is_query = response_queries(rollout.response_mask)[:, :-1]
     seen = []
 
-    def compare(layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> None:
+    def compare(inputs: AttentionInputs) -> None:
+        layer, query, key = inputs.layer, inputs.query, inputs.key
+        assert query is not None
         evicted_at, attention_mask = rollout.evicted_at[:, layer, :, :-1], rollout.attention_mask[:, :-1]
-        found = evicted_mass(query, key, evicted_at, attention_mask, scaling, softcap)
+        found = evicted_mass(query, key, evicted_at, attention_mask, inputs.scaling, inputs.softcap)
         dead = dead_of_queries(probs, rollout.evicted_at)[:, layer]
         for value, expected in zip(found, (dead.sum(-1), dead.amax(-1)), strict=False):
             torch.testing.assert_close(

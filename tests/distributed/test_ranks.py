@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from lit_rlkv.config import ConfigError
 from lit_rlkv.runs.preflight import check_shares
 from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
+from tests.saved_models import save_checkpoint
 from tests.tiers import slow
 from tests.whole_runs import config, run, run_on_ranks
 
@@ -22,6 +23,10 @@ LOOKED_AT = [
     f"+diagnostics.layers={{_target_:{DIAGNOSTICS}.mismatch.LayerMismatch,n_rows:1}}",  # of one rank alone
     f"+diagnostics.cache={{_target_:{DIAGNOSTICS}.cache_statistics.CacheStatistics}}",
 ]
+
+
+LISTED = ["task=jsonl", "task.path=tests/data/sums.jsonl", "~task.n_terms"]
+"""A list of problems, which return."""
 
 
 @pytest.mark.parametrize(
@@ -47,10 +52,15 @@ LOOKED_AT = [
         slow("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
         slow("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
         slow("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
+        slow("curriculum", [*LISTED, "algorithm.curriculum.decay=0.5"]),
+        slow("teacher", ["distillation=teacher", "distillation.model=FOLDER/a-teacher"]),
         slow("reference_sync", [*SYNC, "algorithm.n_minibatches=2"]),
     ],
 )
 def test_two_ranks_equal_one_process_with_two_shards(folder, name, options):
+    if name == "teacher":
+        save_checkpoint(folder / "a-teacher")
+    options = [option.replace("FOLDER", str(folder)) for option in options]
     run(folder, name, *SETTINGS, *options, "rollout.n_shards=2")
     run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *options)
     one, two = rows_of(folder / name), rows_of(folder / f"{name}-two")

@@ -120,6 +120,7 @@ def rewards_are_sums(row):
     [
         ("own-callback", lambda row: 0 < float(row["distinct_answers"]) <= 1),
         ("own-reward", rewards_are_sums),
+        ("own-trained-policy", lambda row: float(row["eviction/logp"]) < 0),
         ("own-environment", lambda row: 1 < float(row["completions/mean_turns"]) <= 3),
         ("own-algorithm", lambda row: row["reinforce_loss"] and "policy_loss" not in row),
         ("own-loss-term", lambda row: float(row["stay_close"]) >= 0),

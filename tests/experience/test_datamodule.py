@@ -1,3 +1,4 @@
+import json
 import zlib
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -5,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_rlkv.config.schema import RewardConfig
+from lit_rlkv.callbacks.rollout_statistics import rollout_statistics
+from lit_rlkv.config.schema import CurriculumConfig, RewardConfig
 from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from tests.hand_built import ARMS, make_datamodule, make_roles, tokens_of
+from lit_rlkv.types import Problem
+from tests.hand_built import ARMS, DigitsAreGood, make_datamodule, make_roles, tokens_of
 from tests.rewards.helpers import InThreads
 
 
@@ -44,6 +47,60 @@ def test_state_brings_back_the_same_iteration():
     found = next(iter(again.train_dataloader()))
     assert torch.equal(found.rollout.input_ids, expected.rollout.input_ids)
     assert torch.equal(found.rollout.evicted_at, expected.rollout.evicted_at)
+
+
+class ListedSums(DigitsAreGood):
+    """A list of forty sums, so that problems return; no score where a response begins with a 9."""
+
+    def __len__(self):
+        return 40
+
+    def at(self, index):
+        return Problem(f"{index}+1=", str(index + 1), str(index + 1))
+
+    def score(self, problem, completion):
+        return float("nan") if completion.startswith("9") else super().score(problem, completion)
+
+
+def with_curriculum(**options):
+    options = {"curriculum": CurriculumConfig(decay=0.5), "task": ListedSums(n_terms=3), **options}
+    return make_datamodule(make_roles(), reward=RewardConfig(verifier=1.0, max_failed=1.0), **options)
+
+
+def test_a_curriculum_knows_the_mean_score_of_each_group():
+    data = with_curriculum()
+    experience = data.collect()
+    scores = experience.rewards.components["exact_match"].view(-1, 4).nanmean(dim=1)
+    listed = {data.source.problem(index).prompt for index in range(data.source.size)}
+    known = {problem.prompt for problem in experience.problems}
+    assert known <= listed
+    rates = [rate for _, rate in data.source.curriculum.state_dict()]
+    assert sorted(rates) == sorted(scores[~scores.isnan()].tolist())
+    assert len(set(rates)) > 1
+    found = rollout_statistics(experience)
+    assert found["curriculum/drawn"] == len(rates) / len(listed)
+    assert found["curriculum/success"] == pytest.approx(sum(rates) / len(rates))
+    assert "curriculum/drawn" not in rollout_statistics(make_datamodule(make_roles()).collect())
+
+
+def test_rounds_that_replace_groups_count_in_the_curriculum_too():
+    small = {"group_size": 2, "rollout": {"n_prompts": 6}}
+    one, more = with_curriculum(**small), with_curriculum(**small, resample=2)
+    one.collect()
+    experience = more.collect()
+    assert experience.n_rounds > 1
+    n_known = len(more.source.curriculum.state_dict())
+    assert n_known > len(one.source.curriculum.state_dict())
+    assert experience.curriculum["curriculum/drawn"] == n_known / more.source.size
+
+
+def test_a_resumed_curriculum_draws_the_same_problems():
+    data = with_curriculum()
+    list(data.train_dataloader())
+    state = json.loads(json.dumps(data.state_dict()))
+    expected, again = data.collect(), with_curriculum()
+    again.load_state_dict(state)
+    assert [p.prompt for p in again.collect().problems] == [p.prompt for p in expected.problems]
 
 
 @pytest.mark.parametrize(

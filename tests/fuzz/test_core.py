@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlkv import generate, prepare_backbone, replay_logps
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.types import NEVER, Rollout
 from tests.fuzz import explicit
 from tests.fuzz.harness import cases, run_cases
@@ -80,7 +81,7 @@ def random_sampling(draw: Any) -> dict[str, Any]:
     n_samples = draw(st.integers(1, 3))
     return {
         "spec": CacheSpec(
-            policy=draw(st.sampled_from(sorted(POLICIES))),
+            policy=draw(st.sampled_from(sorted(UNTRAINED))),
             budget=sink + window + draw(st.integers(1, 10)),
             interval=draw(st.integers(1, 7)),
             sink=sink,

@@ -38,6 +38,7 @@ def config(folder, **options):
 REFUSED = [
     ("cache.policy", {"cache_policy": None}),
     ("cache policy 'snapkw'", {"cache_policy": "snapkw"}),
+    ("which TRL's trainer does not train", {"cache_policy": "learned"}),
     ("snapkv", {"cache_policy": ["snapkv"]}),
     ("replay_routing", {"replay_routing": "no"}),
     ("cache.budget", {"cache_budget": 0}),

@@ -97,7 +97,7 @@ def loss_of(rollout: Rollout, n_response_tokens: Tensor) -> Tensor:
 
 
 def loss_and_gradients(parts: list[Rollout], n_response_tokens: Callable[[Rollout], Tensor]) -> list[Tensor]:
-    parameters = list(tiny_model("qwen3").parameters())
+    parameters = [one for one in tiny_model("qwen3").parameters() if one.requires_grad]
     losses = [loss_of(part, n_response_tokens(part)) for part in parts]
     gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
     return [torch.stack(losses).detach().sum(), *(sum(g) for g in zip(*gradients, strict=True))]

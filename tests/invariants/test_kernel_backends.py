@@ -51,7 +51,9 @@ def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -
     model = model_of(family)
     with use_kernels(kernels):
         logps = replay_logps(model, rollout)
-        gradients = torch.autograd.grad(logps.square().sum(), list(model.parameters()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            logps.square().sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
     return [logps.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 

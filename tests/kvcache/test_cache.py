@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.types import NEVER
 from tests.kvcache import published
 
@@ -21,7 +22,7 @@ SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
 SCALING = DIM**-0.5
 SOFTCAP = 1.0
 """Logits here have a standard deviation of 2, so it bends most of them."""
-DETERMINISTIC = sorted(name for name, policy in POLICIES.items() if not policy.draws)
+DETERMINISTIC = sorted(name for name in UNTRAINED if not POLICIES[name].draws)
 
 
 def random_states(seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +234,7 @@ def test_attention_over_a_prompt_is_that_of_a_plain_loop(policy: str, softcap: f
     prefill_all(kv, softcap)
     other = SOFTCAP if softcap is None else None
     for layer, row, head in itertools.product(range(LAYERS), range(len(LENS)), range(KV_HEADS)):
-        pool, n_live = kv.slot_layers[layer], int(kv.n_live[row])
+        pool, n_live = kv.slot_layers[layer], int(kv.n_live[0, row])
         assert pool.attention is not None
         columns = pool.columns[row, head, :n_live]
         actual = pool.attention[row, head, :n_live]

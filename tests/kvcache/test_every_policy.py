@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.kvcache.policies import Policy, SlotView
+from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 8
 SCALING = DIM**-0.5
@@ -51,7 +52,9 @@ class Journal:
         is_prompt = torch.arange(width) >= width - torch.tensor(LENS)[:, None]
         name = policy if isinstance(policy, str) else "streaming"
         spec, n_rows = CacheSpec(policy=name, **SPEC), len(LENS)
-        cache = SlotCache(spec, 1, n_rows, width + N_STEPS, torch.device("cpu"), generator)
+        scorer = KVScorer([KVShape(KV_HEADS, DIM, DIM)], hidden=4).requires_grad_(False)
+        torch.nn.init.normal_(scorer.layer(0).out)
+        cache = SlotCache(spec, 1, n_rows, width + N_STEPS, torch.device("cpu"), generator, scorer=scorer)
         assert cache.policy is not None
         self.policy = Watched(cache.policy if isinstance(policy, str) else policy)
         cache.policy = self.policy
@@ -65,7 +68,7 @@ class Journal:
         for _ in range(N_STEPS):
             cache.advance()
             self.attend(1, generator)
-            is_due = cache.is_due
+            is_due = cache.is_due[0]
             if cache.levels.step():
                 cache.evict()
             self.record(is_due)
@@ -78,7 +81,7 @@ class Journal:
         self.layer.attend(query, key, value, SCALING)
 
     def record(self, is_due: Tensor) -> None:
-        n_live = self.cache.n_live.tolist()
+        n_live = self.cache.n_live[0].tolist()
         self.held.append([row[:n].tolist() for row, n in zip(self.layer.columns[:, 0], n_live, strict=True)])
         due = is_due.nonzero().flatten()
         if len(due) > 0:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.kvcache.cache import LayerKind
+from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 8
 PROMPT, N_NEW = 5, 19
@@ -24,7 +25,12 @@ def states_of(n_rows: int) -> list[Tensor]:
 
 def cache_of(policy: str, n_rows: int) -> SlotCache:
     spec = CacheSpec(policy=policy, **SIZES)
-    return SlotCache(spec, len(KINDS), n_rows, PROMPT + N_NEW, torch.device("cpu"), kinds=KINDS)
+    torch.manual_seed(0)
+    scorer = KVScorer([KVShape(KV_HEADS, DIM, DIM)] * len(KINDS), hidden=4).requires_grad_(False)
+    for number in range(len(KINDS)):
+        scorer.layer(number).out.copy_(torch.linspace(-1, 1, 4))
+    device = torch.device("cpu")
+    return SlotCache(spec, len(KINDS), n_rows, PROMPT + N_NEW, device, kinds=KINDS, scorer=scorer)
 
 
 def attend(cache: SlotCache, states: list[Tensor]) -> Tensor:
@@ -90,4 +96,4 @@ def test_a_row_reads_and_keeps_the_same_whoever_is_fed_beside_it(policy: str):
             column[row] += n[row]
     rows = torch.arange(3)
     assert torch.equal(together.evicted_at(rows), alone.evicted_at(rows))
-    assert together.levels.level.tolist() == together.n_live.tolist() == [8, 8, 8]
+    assert together.levels.level.tolist() == together.n_live.tolist() == [[8, 8, 8]]

@@ -9,7 +9,7 @@ def spec_of(budget: int, interval: int) -> CacheSpec:
 
 
 def started(spec: CacheSpec, lens: list[int], n_slots: int | None = None) -> FillLevels:
-    levels = FillLevels(spec, len(lens), n_slots or spec.budget + spec.interval)
+    levels = FillLevels(spec, len(lens), [n_slots or spec.budget + spec.interval], [spec.budget])
     levels.start(range(len(lens)), lens)
     return levels
 
@@ -18,7 +18,7 @@ def test_levels_of_ragged_prompts_match_a_worked_example():
     # Budget 4, interval 2: after every second step a row above 4 keys falls back to 4. The prompt of 7 was
     # compacted to 4 at prefill, that of 4 fits exactly, and that of 1 exceeds the budget in the fourth step.
     levels = started(spec_of(4, 2), [1, 4, 7])
-    seen = [(levels.step(), levels.level.tolist()) for _ in range(4)]
+    seen = [(levels.step(), levels.level[0].tolist()) for _ in range(4)]
     assert seen == [
         (False, [2, 5, 5]),
         (True, [3, 4, 4]),

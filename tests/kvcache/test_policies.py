@@ -7,12 +7,13 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import POLICIES
-from lit_rlkv.kvcache.policies import RKV, Policy, SlotView, importance, redundancy
+from lit_rlkv.kvcache.policies import RKV, UNTRAINED, Learned, Policy, SlotView, importance, redundancy
+from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
 from tests.kernels.accuracy import bound, excess_error
 from tests.kvcache import published
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WITHOUT_CHANCE = sorted(name for name, policy in POLICIES.items() if not policy.draws)
+WITHOUT_CHANCE = sorted(name for name in UNTRAINED if not POLICIES[name].draws)
 WITH_KERNELS = ("snapkv", "rkv", "knorm", "keydiff", "expected")
 KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 8, 4
 N_PADDING, N_KEYS, WINDOW = 3, 20, 4
@@ -44,7 +45,17 @@ def make_view(n_padding: int = N_PADDING, n_keys: int = N_KEYS) -> SlotView:
         attention=normal(1, KV_HEADS, n_slots).abs().masked_fill(columns < n_padding, 0.0),
         scaling=SCALING,
         generator=generator,
+        now=torch.tensor([n_slots]),
+        scorer=random_scorer(KVShape(KV_HEADS, DIM, DIM_V)),
     )
+
+
+def random_scorer(shape: KVShape) -> LayerScorer:
+    scorer = LayerScorer(shape, hidden=4).requires_grad_(False)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in scorer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return scorer
 
 
 def heads_of(view: SlotView) -> list[published.Head]:
@@ -239,3 +250,28 @@ def view_of_keys(keys: Tensor) -> SlotView:
         scaling=1.0,
         generator=None,
     )
+
+
+def test_learned_scores_are_those_of_each_heads_network():
+    view = make_view()
+    found, scorer = Learned().score(view), view.scorer
+    assert isinstance(scorer, LayerScorer)
+    for head in range(KV_HEADS):
+        for slot in range(N_PADDING + N_KEYS):
+            key, value = view.keys[0, head, slot], view.values[0, head, slot]
+            sizes = [(each.square().sum() / len(each)).sqrt() for each in (key, value)]
+            x = torch.cat([key / sizes[0], value / sizes[1], torch.stack(sizes).log()])
+            hidden = torch.nn.functional.silu(scorer.weight[head] @ x + scorer.bias[head])
+            age = N_PADDING + N_KEYS - slot
+            expected = scorer.out[head] @ hidden + scorer.age[head] * math.log(1 + age)
+            torch.testing.assert_close(found[0, head, slot], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_learned_draws_only_if_it_samples_and_is_uniform_before_training():
+    view = make_view()
+    assert torch.equal(Learned().score(view), Learned().score(view))
+    assert not torch.equal(*(Learned(samples=True).score(view) for _ in range(2)))
+    start = replace(view, scorer=LayerScorer(KVShape(KV_HEADS, DIM, DIM_V), hidden=4))
+    assert (Learned().score(start) == 0).all()
+    drawn = torch.stack([Learned(samples=True).score(start)[0, 0].argmax() for _ in range(3000)])
+    assert drawn.bincount(minlength=N_PADDING + N_KEYS).min() > 3000 / (N_PADDING + N_KEYS) / 2

@@ -82,7 +82,7 @@ def test_tokens_given_in_the_middle_of_a_response_are_no_prompt():
     evicted = (decoder.kv.evicted_at(torch.arange(4, device=device)) == now).nonzero()[:, 3]
     # The response has two sampled tokens and the given ones; the latest eight stay.
     assert sorted(set(evicted.tolist())) == list(range(max(LENS), now - BUDGET))
-    assert decoder.kv.n_live.tolist() == decoder.kv.levels.level.tolist() == [n + BUDGET for n in LENS]
+    assert decoder.kv.n_live.tolist() == decoder.kv.levels.level.tolist() == [[n + BUDGET for n in LENS]]
 
 
 def test_memory_is_that_of_budget_interval_and_the_longest_prompt():

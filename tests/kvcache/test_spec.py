@@ -64,6 +64,19 @@ def test_options_of_a_policy_that_takes_none_are_refused(policy: str):
         CacheSpec(policy=policy, policy_options={"pool": 3})
 
 
+def test_only_rollouts_draw_the_survivors_of_a_trained_policy():
+    spec = CacheSpec("learned", policy_options={"hidden": 3})
+    policies = [spec.make_policy(), spec.for_rollouts.make_policy()]
+    assert [(policy.draws, policy.hidden) for policy in policies] == [(False, 3), (True, 3)]  # type: ignore[union-attr, attr-defined]
+    assert CacheSpec("snapkv").for_rollouts == CacheSpec("snapkv")
+
+
+@pytest.mark.parametrize("options", [{"hidden": 0}, {"samples": "yes"}, {"depth": 2}])
+def test_wrong_options_of_a_trained_policy_are_refused(options: dict[str, Any]):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CacheSpec("learned", policy_options=options)
+
+
 def test_sinks_and_window_must_leave_a_slot_to_choose():
     message = (
         r"budget must be at least sink \+ window \+ 1 = 21, got 20; raise the budget, or lower sink or window"

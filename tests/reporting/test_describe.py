@@ -90,3 +90,8 @@ def test_what_a_config_or_an_environment_leaves_out_is_left_out_of_its_facts():
         "Model": "model from random weights, 2 layers",
         "Device": "cpu",
     }
+
+
+def test_the_arm_names_the_teacher():
+    options = ["experiment=shadow", "distillation=teacher", "distillation.model=org/bigger"]
+    assert facts_of(*options)["Arm"] == "shadow: exact replay of the evictions, taught by org/bigger"

@@ -87,7 +87,7 @@ def test_a_replayed_step_reads_one_slot_of_an_ended_row_without_the_host(monkeyp
     evict, n_replays = SlotCache.evict, RecordedRunner.n_replays
 
     def watched(cache: SlotCache) -> None:
-        counts.append(cache.n_live.tolist())
+        counts.append(cache.n_live[0].tolist())
         evict(cache)
 
     monkeypatch.setattr(SlotCache, "evict", watched)

@@ -60,6 +60,15 @@ MISTAKES = [
     (["task._target_=lit_rlkv.files.write_atomically"], "must be a class or function that a config may"),
     (["cache.budget=4"], "sink + window + 1 = 5, got 4; raise the budget"),
     (["cache.budget=12.5"], "cache.budget must be a whole number of at least 1, got 12.5"),
+    (["algorithm.eviction.clip=0.3"], "algorithm.eviction trains the scorer of cache.policy=learned, and"),
+    (["algorithm.eviction.lr_scale=0"], "algorithm.eviction.lr_scale must be a number above 0, got 0"),
+    (["cache.policy=learned", "experiment=naive"], "algorithm.eviction.weight=1.0 learns from evictions"),
+    (["cache.policy=learned", "experiment=dense"], "use correction=shadow, or algorithm.eviction.weight=0"),
+    (["cache.policy=learned", "+cache.policy_options.hidden=0"], "hidden must be a whole number of at"),
+    (
+        ["cache.policy=learned", "sft.on_policy_pairs.n_prompts=8"],
+        "sft.on_policy_pairs.n_prompts=8 samples under cache.policy=learned, whose scorer is made after SFT",
+    ),
     (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
     (["evaluation.budgets=[2]"], "got 2; raise the budget"),
     (["rollout.top_p=0"], "rollout.top_p must be a number above 0 and at most 1, got 0"),
@@ -265,6 +274,17 @@ MISTAKES = [
         ["roles=full", "algorithm.kl.weight=0.1", "algorithm.reference_sync.every=0"],
         "algorithm.reference_sync.every must be a whole number of at least 1 or null, got 0",
     ),
+    (
+        ["algorithm.curriculum.decay=0.9"],
+        "algorithm.curriculum.decay=0.9 draws problems by their earlier success, and ChainSum(n_terms=5, "
+        "max_operand=9) makes each problem anew; use a dataset, such as task=jsonl, or null",
+    ),
+    (
+        ["task=preferences", "task.path=tests/data/preferences.jsonl", "algorithm.curriculum.decay=0.9"],
+        "cannot verify answers; set reward.accuracy to a function that can, or use null",
+    ),
+    (["algorithm.curriculum.decay=1"], "algorithm.curriculum.decay must be a number of at least 0 and below"),
+    (["algorithm.curriculum.floor=0"], "algorithm.curriculum.floor must be a number above 0, got 0"),
     (
         ["algorithm.reference_sync.alpha=1.5"],
         "algorithm.reference_sync.alpha must be a number above 0 and at most 1, got 1.5",

@@ -49,6 +49,18 @@ def policy(runs, start, *overrides):
     return make_policy(build_context(config(runs, "stages=[rl]", f"model.path={start}", *overrides)), start)
 
 
+def test_a_budget_profile_must_fit_the_model_at_every_budget_of_the_run(runs, joint):
+    options = ["cache.budget_profile=[9,3]", "cache.budget=6", "cache.window=1", "evaluation.budgets=[]"]
+    policy(runs, joint, *options)
+    for more, says in (
+        ("cache.budget_profile=[9,3,6]", "layers without a window, which are 2; give a number for each"),
+        ("evaluation.budgets=[4]", r"sink . window . 1 = 3 keys, got \[6, 2\]"),
+        ("cache.target_overlap=0.86", r"sink . window . 1 = 3 keys, got \[5, 1\]"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            policy(runs, joint, *options, more, "diagnostics=light", "distillation=none")
+
+
 def test_only_the_roles_that_something_reads_are_needed(runs):
     def needed(*overrides):
         return config(runs, *overrides).needed_roles

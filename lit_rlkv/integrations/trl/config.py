@@ -87,8 +87,12 @@ class EvictingConfig:
             )
 
     def cache_spec(self) -> CacheSpec:
-        """Return the cache of rollouts."""
-        return CacheSpec(
+        """Return the cache of rollouts.
+
+        Raises:
+            ValueError: it is invalid, or its policy is trained, which TRL's trainers do not.
+        """
+        spec = CacheSpec(
             policy=self.cache_policy,
             budget=self.cache_budget,
             interval=self.cache_interval,
@@ -96,6 +100,12 @@ class EvictingConfig:
             window=self.cache_window,
             protect_prompt=self.cache_protect_prompt,
         )
+        if spec.is_trained:
+            raise ValueError(
+                f"cache_policy={self.cache_policy!r} has parameters, which TRL's trainer does not train; use "
+                "python -m lit_rlkv.fit, or another policy"
+            )
+        return spec
 
 
 @dataclass

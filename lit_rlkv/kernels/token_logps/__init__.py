@@ -87,8 +87,8 @@ def token_logps_and_entropy(
 
 
 def policy_kl(
-    hidden_p: Float[Tensor, "position dim"],
-    hidden_q: Float[Tensor, "position dim"],
+    hidden_p: Float[Tensor, "position dim_p"],
+    hidden_q: Float[Tensor, "position dim_q"],
     head_p: Head,
     head_q: Head,
     temperature: float,

@@ -1,0 +1,90 @@
+"""Callback that distils another frozen model into the policy, on the policy's own responses."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.checks import Range
+from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
+from lit_rlkv.models.replay import response_hidden, response_sets
+from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
+from lit_rlkv.objectives.distillation import distillation_kl
+from lit_rlkv.types import TrainBatch
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu",)
+
+
+class ModelDistillation(RLCallback):
+    """Adds weight · KL(π ‖ teacher) over the full vocabulary at every response token to the loss.
+
+    The teacher is a frozen model of any size with the policy's tokenizer. It reads all keys, and the policy
+    those of the learner: with replay the policy under its cache learns, without it the dense one. This is
+    on-policy distillation (arXiv:2306.13649).
+
+    Args:
+        model: checkpoint folder, GGUF file or hub name of the teacher.
+        weight: of the KL, in nats per response token.
+        reverse: True for KL(π ‖ teacher), False for KL(teacher ‖ π).
+        dtype: of the teacher's weights; None: that of the run.
+        device: "cpu" keeps the teacher off the GPU; None: the run's device.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    teacher: PreTrainedModel
+    """Set by the run once it is loaded."""
+
+    def __init__(
+        self,
+        model: str,
+        weight: float | int = 1.0,
+        reverse: bool = True,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        Range(above=0).check("distillation.weight", weight)
+        for name, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
+            if value not in (None, *known):
+                raise ValueError(f"distillation.{name} must be null or {', '.join(known)}, got {value!r}")
+        self.model = model
+        self.weight = weight
+        self.reverse = reverse
+        self.dtype = dtype
+        self.device = device
+
+    def loss_terms(
+        self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
+    ) -> tuple[Terms, Terms]:
+        """Return the weighted mean KL over the response tokens of the optimizer step, and metrics."""
+        backbone = module.roles.backbone("policy")
+        vocab_size = text_config(backbone).vocab_size
+        # Routers of another architecture take no experts of the sampler's.
+        rollout = replace(batch.rollout, expert_ids=None).to(self.teacher.device)
+        with torch.no_grad():
+            hidden = response_hidden(self.teacher, rollout, shadow=False)
+
+        def teacher_logits(hidden: Float[Tensor, "token dim"]) -> Float[Tensor, "token vocab"]:
+            """Return the logits of the policy's vocabulary; the teacher's may end in more padding."""
+            return head_logits(self.teacher, hidden)[:, :vocab_size].to(outputs.hidden.device)
+
+        mean_kl = distillation_kl(
+            hidden,
+            outputs.hidden,
+            teacher_logits,
+            partial(head_logits, backbone),
+            module.temperature,
+            vocab_size,
+            batch.n_response_tokens,
+            reverse=self.reverse,
+            heads_are_frozen=head_is_frozen(backbone),
+            sets=response_sets(batch.rollout),
+        )
+        loss = self.weight * mean_kl
+        return {"teacher/loss": loss}, {"teacher/loss": loss, "teacher/kl": mean_kl.detach()}

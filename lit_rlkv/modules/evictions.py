@@ -1,0 +1,122 @@
+"""The part of a module that trains the scorer of an eviction policy, beside the loss of the tokens."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from lit_rlkv.checks import Range
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.eviction_logps import (
+    KeyRecord,
+    decision_logps,
+    decision_scores,
+    decisions_of,
+    scored_layers,
+)
+from lit_rlkv.objectives.evictions import EvictionSums, advantages_after, eviction_sums, kl_to_uniform
+from lit_rlkv.types import TrainBatch
+
+
+class EvictionLearner:
+    """Computes the loss of the evictions of a rollout, whose gradient is the scorer's alone.
+
+    −weight · mean over decisions of min(ratio·A, clip(ratio)·A) + kl_coef · mean KL to the uniform choice. A
+    decision is what one KV head keeps at one compaction; the means are over the whole optimizer step. The
+    ratio compares the scorer with itself before the first update on the rollout, on the present keys: what
+    has changed the keys meanwhile, the policy's own update, is not in it.
+
+    Args:
+        cache: the cache of the rollouts.
+        weight: weight of the loss.
+        clip: bound of the ratio of each decision; see `eviction_sums`.
+        kl_coef: weight of the KL to uniform eviction.
+    """
+
+    def __init__(
+        self,
+        cache: CacheSpec,
+        scorer: nn.Module,
+        *,
+        weight: float | int,
+        clip: float | int,
+        kl_coef: float | int,
+    ) -> None:
+        Range(above=0).check("eviction.weight", weight)
+        Range(above=0).check("eviction.clip", clip)
+        Range(least=0).check("eviction.kl_coef", kl_coef)
+        self.cache = cache
+        self.scorer = scorer
+        self.weight = weight
+        self.clip = clip
+        self.kl_coef = kl_coef
+        self._old: nn.Module | None = None
+
+    def terms(
+        self, backbone: PreTrainedModel, batch: TrainBatch, record: KeyRecord
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the loss and its metrics from the keys of the policy's forward on this micro-batch.
+
+        The gradient is computed here, layer by layer, so that only one layer's scores are in memory.
+        """
+        if batch.is_first_update:
+            self._old = copy.deepcopy(self.scorer).requires_grad_(False) if batch.n_steps > 1 else None
+        parameters = [one for one in self.scorer.parameters() if one.requires_grad]
+        gradients: list[Tensor] = [torch.zeros_like(one) for one in parameters]
+        total = torch.zeros((), device=batch.advantages.device)
+        n = max(batch.n_decisions, 1)
+        sums: dict[str, Tensor] = {}
+        for layer in scored_layers(backbone, batch.rollout.input_ids.shape[1]):
+            found = self._sums(batch, layer, *record.take(layer))
+            if found is None:
+                continue
+            loss = (self.kl_coef * found.kl - self.weight * found.gain) / n
+            for gradient, more in zip(gradients, _gradients(loss, parameters), strict=True):
+                gradient += more
+            total = total + loss.detach()
+            values = {"logp": found.logps, "kl_uniform": found.kl.detach(), "clip_ratio": found.n_clipped}
+            sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
+        record.close()
+        metrics = {f"eviction/{name}": value / n for name, value in sums.items()} | {"eviction/loss": total}
+        return {"eviction_loss": _WithGradient.apply(total, gradients, *parameters)}, metrics  # type: ignore[no-untyped-call]
+
+    def _sums(self, batch: TrainBatch, layer: int, keys: Tensor, values: Tensor) -> EvictionSums | None:
+        """Return the sums over one layer's decisions; None without any."""
+        decisions = decisions_of(batch.rollout, layer, keys.shape[1], self.cache)
+        if decisions.now.shape[1] == 0:
+            return None
+        with torch.enable_grad():
+            scores = decision_scores(self.scorer, layer, keys, values, decisions.now)
+            logps = decision_logps(scores, decisions)
+            kl = kl_to_uniform(scores, decisions.is_candidate[..., : scores.shape[-1]])
+        old_logps = logps.detach()
+        if self._old is not None and not batch.is_first_update:
+            with torch.no_grad():
+                old_scores = decision_scores(self._old, layer, keys, values, decisions.now)
+                old_logps = decision_logps(old_scores, decisions)
+        advantages = advantages_after(batch.advantages, batch.loss_weight != 0, decisions.now)
+        return eviction_sums(logps, old_logps, advantages, decisions.is_decision, kl, self.clip)
+
+
+def _gradients(loss: Float[Tensor, ""], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to the parameters is known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(upstream * gradient for gradient in ctx.saved_tensors))

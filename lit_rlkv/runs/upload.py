@@ -1,0 +1,57 @@
+"""Upload of an export to the Hugging Face hub, by the hub's own client."""
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+from lit_rlkv.config import ConfigError, require
+from lit_rlkv.config.errors import one_line
+
+
+def check_upload(repo_id: str, api: HfApi) -> None:
+    """Check that the name may be one on the hub, and that the hub takes the token of this machine.
+
+    Raises:
+        ConfigError: it may not, there is no token, it only reads, or the hub cannot be asked.
+    """
+    try:
+        hf_hub_url(repo_id, "README.md")  # checks the name
+        user = api.whoami()
+    except LocalTokenNotFoundError as error:
+        raise ConfigError(
+            f"push_to={repo_id} needs a token that may write to the hub, found none; log in by `hf auth "
+            "login`, set HF_TOKEN, or leave push_to out"
+        ) from error
+    except (ValueError, OSError, httpx.HTTPError) as error:
+        raise ConfigError(f"push_to={repo_id}: {one_line(error)}") from error
+    token = user.get("auth", {}).get("accessToken", {})
+    require(
+        token.get("role") != "read",
+        f"push_to={repo_id} needs a token that may write, and {token.get('displayName')!r} only reads; make "
+        "another on huggingface.co/settings/tokens",
+    )
+
+
+def upload(folder: Path, repo_id: str, private: bool | None, message: str, left_out: str, api: HfApi) -> str:
+    """Upload a folder in one commit, and return its address; the repository is made unless it exists.
+
+    Args:
+        private: of a new repository; None: as its owner's account makes them.
+        left_out: file that is not uploaded.
+
+    Raises:
+        ConfigError: the hub does not take it; the folder stays as it is.
+    """
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=[left_out]
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise ConfigError(
+            f"push_to={repo_id}: {one_line(error)}; the export is in {folder}, and "
+            f"`hf upload {repo_id} {folder}` tries again"
+        ) from error
+    return str(address)

@@ -1,0 +1,120 @@
+"""Uploads of exports. The hub is a folder here, behind the methods of its client that are called."""
+
+import inspect
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+from lit_rlkv.config import ConfigError
+from lit_rlkv.config.commands import ExportConfig
+from lit_rlkv.export import export
+from lit_rlkv.runs.upload import check_upload
+from tests.whole_runs import run
+
+
+class FolderHub(HfApi):
+    """The client of a hub that keeps repositories in a folder."""
+
+    def __init__(self, folder: Path, role="write", failing=None) -> None:
+        super().__init__(token="hf_of_a_test")
+        self.folder, self.role, self.failing = folder, role, failing
+        self.asked = []
+
+    def _called(self, method, *args, **kwargs):
+        inspect.signature(getattr(HfApi, method)).bind(self, *args, **kwargs)  # the real one would take it
+        self.asked.append(method)
+        if method == self.failing:
+            raise httpx.ConnectError("no route to the hub")
+
+    def whoami(self, *args, **kwargs):
+        self._called("whoami", *args, **kwargs)
+        if self.role is None:
+            raise LocalTokenNotFoundError("Token is required")
+        return {"name": "me", "auth": {"accessToken": {"displayName": "mine", "role": self.role}}}
+
+    def create_repo(self, repo_id, **kwargs):
+        self._called("create_repo", repo_id, **kwargs)
+        self.private = kwargs["private"]
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=kwargs["exist_ok"])
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self, **kwargs):
+        self._called("upload_folder", **kwargs)
+        self.message = kwargs["commit_message"]
+        for path in Path(kwargs["folder_path"]).rglob("*"):
+            name = path.relative_to(kwargs["folder_path"])
+            if path.is_file() and not any(fnmatch(str(name), each) for each in kwargs["ignore_patterns"]):
+                target = self.folder / kwargs["repo_id"] / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder, "a-run", "stages=[sft,rl]", "algorithm.n_iterations=1")
+    return folder / "a-run"
+
+
+def asking(saved, to, **options):
+    return ExportConfig(ckpt=str(saved), to=str(to), **options)
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("private", [None, True])
+def test_the_hub_gets_what_the_folder_holds_but_its_manifest(saved, tmp_path, private):
+    api = FolderHub(tmp_path / "hub")
+    folder, _ = export(asking(saved, tmp_path / "model", push_to="me/model", private=private), api)
+    assert api.asked == ["whoami", "create_repo", "upload_folder"]
+    uploaded = tmp_path / "hub" / "me" / "model"
+    assert files_of(uploaded) == files_of(folder) - {"export.json"}
+    assert (uploaded / "README.md").read_text() == (folder / "README.md").read_text()
+    assert "adapter/adapter_model.safetensors" in files_of(uploaded)
+    assert (api.private, api.message) == (private, "Iteration 1 of a-run")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "says"),
+    [
+        ({"role": None}, "me/model", "needs a token that may write to the hub, found none; log in by"),
+        ({"role": "read"}, "me/model", "needs a token that may write, and 'mine' only reads"),
+        ({"failing": "whoami"}, "me/model", "push_to=me/model: no route to the hub"),
+        ({}, "me/my/model", "push_to=me/my/model: Repo id must"),
+        ({}, "me/..", "push_to=me/..: "),
+    ],
+)
+def test_what_cannot_be_uploaded_is_said_before_any_work(saved, tmp_path, options, name, says):
+    api = FolderHub(tmp_path / "hub", **options)
+    with pytest.raises(ConfigError, match=says):
+        export(asking(saved, tmp_path / "model", push_to=name), api)
+    assert not (tmp_path / "model").exists()
+    assert set(api.asked) <= {"whoami"}
+
+
+def test_a_failed_upload_leaves_the_folder_and_says_how_to_try_again(saved, tmp_path):
+    api, folder = FolderHub(tmp_path / "hub", failing="upload_folder"), tmp_path / "model"
+    with pytest.raises(ConfigError, match=f"no route to the hub; the export is in {folder}, and `hf upload"):
+        export(asking(saved, folder, push_to="me/model"), api)
+    assert (folder / "export.json").is_file()
+
+
+def test_without_push_to_nothing_is_asked(saved, tmp_path):
+    api = FolderHub(tmp_path / "hub", role=None)
+    export(asking(saved, tmp_path / "model"), api)
+    assert api.asked == []
+    with pytest.raises(ConfigError, match="private=false is of a repository on the hub; give push_to"):
+        asking(saved, tmp_path / "model", private=False)
+
+
+def test_the_client_itself_says_that_there_is_no_token(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+    with pytest.raises(ConfigError, match="push_to=me/model needs a token that may write to the hub, found"):
+        check_upload("me/model", HfApi())
