@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -179,11 +179,17 @@ class Rollout(TensorBatch):
     """Bytes of keys and values that the cache allocated for the whole batch."""
     sampling_masks: SamplingMasks | None = field(default=None, metadata=RECORD)
     """The token ids that each response token was chosen from; None: the whole vocabulary."""
+    rounding_record: UInt8[Tensor, "batch layer kv_head byte seq"] | None = field(
+        default=None, metadata=RECORD
+    )
+    """With `cache_dtype`: `record_of` the codes of each key, then of its value; None: not recorded."""
     expert_ids: Int[Tensor, "batch router expert seq"] | None = field(default=None, metadata=RECORD)
     """Experts that the sampler's routers chose for each token, in the order in which the routers run;
     `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""
     temperature: float = 1.0
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
+    cache_dtype: str | None = None
+    """`CacheSpec.dtype` of the sampler's cache, whose rounding the replay repeats; None: it has none."""
 
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
         """Return rows with new columns, which must be consecutive; eviction times move along."""

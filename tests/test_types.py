@@ -108,19 +108,25 @@ def test_no_operation_forgets_a_part_of_a_rollout():
         "attention_mask": torch.arange(5) >= torch.tensor([[0], [1], [2]]),
         "rollout_logps": torch.arange(15.0).view(3, 5),
         "evicted_at": torch.arange(30, dtype=torch.int32).view(3, 2, 1, 5),
+        "cache_dtype": "int8",
+        "rounding_record": torch.arange(120, dtype=torch.uint8).view(3, 2, 1, 4, 5),
     }
     values = {one.name: getattr(make_rollout(**changes), one.name) for one in fields(Rollout)}
     rollout = WithOneMore(**values, one_more=torch.arange(30).view(3, 2, 5))  # type: ignore[arg-type]
     parts, rows = parts_of(rollout), torch.tensor([2, 0])
-    assert parts.keys() == {one.name for one in fields(WithOneMore)} - {"kv_bytes", "temperature"}
-    optional = {one.name for one in fields(WithOneMore) if one.default is None}
+    assert parts.keys() == {one.name for one in fields(WithOneMore)} - {
+        "kv_bytes",
+        "temperature",
+        "cache_dtype",
+    }
+    optional = {one.name for one in fields(WithOneMore) if one.default is None} - {"cache_dtype"}
     assert rollout.record_bytes.keys() == optional | {"evicted_at"}
     assert all(getattr(rollout.without_records(), name) is None for name in optional)
     columns = torch.arange(5).expand(2, -1)
     joined = WithOneMore.cat([rollout, rollout.rows(rows)])
     results = [joined, rollout.padded(2), rollout.select(rows, columns)]
     both, wide, moved = map(parts_of, results)
-    assert {result.temperature for result in results} == {0.7}
+    assert {(result.temperature, result.cache_dtype) for result in results} == {(0.7, "int8")}
     for name, part in parts.items():
         assert not torch.equal(part[rows], part[:2]), name
         assert torch.equal(both[name], torch.cat([part, part[rows]])), name

@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_rlkv.kernels.decode_attention import kernel as decode_kernel
 from lit_rlkv.kernels.decode_attention.launch import fits
 from lit_rlkv.kernels.evict import kernel as evict_kernel
+from lit_rlkv.kernels.rounding import ROUNDINGS, SCALE_DTYPE
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.slot_scores import keys_kernel, window_kernel
 from lit_rlkv.kernels.token_logps import kernel as logits_kernel
@@ -44,13 +45,16 @@ def decode_attention(dtype: torch.dtype, dim: int) -> None:
 
 
 def decode_attention_rarely(dtype: torch.dtype, dim: int) -> None:
-    """Capped logits, scores that are written anew, very many query heads of a KV head, and one of all."""
+    """Capped logits, scores that are written anew, very many query heads of a KV head, one of all, codes."""
     for batch in (BATCH, 1):
         attend(dtype, dim, batch, has_scores=True)
         attend(dtype, dim, batch, has_scores=True, accumulates=True, softcap=50.0)
     for group in (1, 64, 128):
         attend(dtype, dim, BATCH, group=group, has_scores=True, accumulates=True)
     attend(dtype, dim, batch=1, kv_heads=1, group=1, n_slots=1, has_scores=True, accumulates=True)
+    for rounding in ROUNDINGS:
+        attend(dtype, dim, BATCH, has_scores=True, accumulates=True, rounding=rounding)
+        attend(dtype, dim, batch=1, rounding=rounding)
 
 
 def attend(
@@ -64,10 +68,12 @@ def attend(
     has_scores: bool = False,
     accumulates: bool = False,
     softcap: float | None = None,
+    rounding: str | None = None,
 ) -> None:
     query = empty(batch, kv_heads, group, dim, dtype=dtype)
-    keys, values = (empty(batch, kv_heads, n_slots, dim, dtype=dtype) for _ in range(2))
-    if not fits(query, keys, values):
+    keys, *key_scales = stored((batch, kv_heads, n_slots), dim, dtype, rounding)
+    values, *value_scales = stored((batch, kv_heads, n_slots), dim, dtype, rounding)
+    if not fits(query, keys, values, rounding=rounding):
         return  # the definition runs instead
     received = floats(batch, kv_heads, n_slots) if has_scores else None
     decode_kernel.decode_attention(
@@ -75,7 +81,17 @@ def attend(
         softcap=softcap,
         received=received,
         accumulates=accumulates,
+        rounding=rounding,
+        scales=[*key_scales, *value_scales],
     )
+
+
+def stored(shape: tuple[int, int, int], dim: int, dtype: torch.dtype, rounding: str | None) -> list[Tensor]:
+    """Return a pool of numbers, or of codes and scales."""
+    if rounding is None:
+        return [empty(*shape, dim, dtype=dtype)]
+    n_bytes, n_scales = (dim // 2, 2) if rounding == "int4" else (dim, 1)
+    return [empty(*shape, n_bytes, dtype=torch.uint8), empty(*shape, n_scales, dtype=SCALE_DTYPE)]
 
 
 def evict(dtype: torch.dtype, dim: int) -> None:
@@ -85,10 +101,12 @@ def evict(dtype: torch.dtype, dim: int) -> None:
 
 
 def evict_rarely(dtype: torch.dtype, dim: int) -> None:
-    """Scores and columns of fewer bits, and a pool of one slot."""
+    """Scores and columns of fewer bits, a pool of one slot, and pools of codes."""
     numbers = {"score_dtype": dtype, "column_dtype": torch.int32}
     compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=True, **numbers)
     compact(dtype, dim, (1, 1, 1), 1, has_attention=True)
+    for rounding in ("int8", "int4"):
+        compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=True, rounding=rounding)
 
 
 def compact(
@@ -100,14 +118,18 @@ def compact(
     has_attention: bool,
     score_dtype: torch.dtype = torch.float32,
     column_dtype: torch.dtype = torch.int64,
+    rounding: str | None = None,
 ) -> None:
-    keys, values = (empty(*shape, dim, dtype=dtype) for _ in range(2))
+    keys, *key_scales = stored(shape, dim, dtype, rounding)
+    values, *value_scales = stored(shape, dim, dtype, rounding)
+    scales = [*key_scales, *value_scales]
     evicted_at = empty(*shape[:2], SEQ, dtype=torch.int32)
     scores, columns = empty(*shape, dtype=score_dtype), empty(*shape, dtype=column_dtype)
     attention = empty(*shape, dtype=score_dtype) if has_attention else None
     pool = (scores, keys, values, columns, attention, evicted_at)
     rows = (flags(shape[0]), integers(shape[0]), integers(shape[0]))
-    evict_kernel.evict(*pool, *rows, budget=budget, sink=min(4, budget), window=min(WINDOW, budget))
+    limits = {"budget": budget, "sink": min(4, budget), "window": min(WINDOW, budget)}
+    evict_kernel.evict(*pool, *rows, scales=scales, **limits)
 
 
 def slot_scores(dtype: torch.dtype, dim: int) -> None:

@@ -17,13 +17,13 @@ Attended = tuple[Any, ...]
 class StoredPrefills:
     """Within `active`, a prefill of the latest prompts fills the cache without a forward of the model.
 
-    A prefill is dense, so it does not depend on the policy or the budget. What each layer does with its keys
-    still runs: attention, scores and the first compaction.
+    A prefill is dense, so it depends on the dtype of the cache, and not on the policy or the budget. What
+    each layer does with its keys still runs: attention, scores and the first compaction.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.prompts: tuple[bytes, bytes] | None = None
+        self.prompts: tuple[bytes, bytes, str | None] | None = None
         self.layers: list[Attended] = []
         self.hidden: Tensor
         self.n_forwards = 0
@@ -44,7 +44,8 @@ class StoredPrefills:
             cache = options.get("slot_cache")
             if cache is None or cache.incoming is None:
                 return plain(*args, **options)
-            prompts = (options["input_ids"].numpy().tobytes(), cache.incoming.is_token.numpy().tobytes())
+            tokens = (options["input_ids"].numpy().tobytes(), cache.incoming.is_token.numpy().tobytes())
+            prompts = (*tokens, cache.spec.dtype)
             if prompts != self.prompts:
                 self.layers = []
                 self.n_forwards += 1

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from study_parts.analysis import Row, mean_sd
+from study_parts.analysis import Row, gained, mean_sd
 from study_parts.plan import BUDGETS, COMMON_RATE, FEW_SEEDS, TASKS, Setting
 
 from lit_rlkv.reporting.tables import markdown_table
@@ -81,20 +81,25 @@ def evictions() -> list[EvictionSetting]:
 
 def eviction_table(rows: Sequence[Row]) -> str:
     """Accuracy under the budget and rewards of the rollouts, in percent, by task and kind."""
-    headings = ["task", "evictions", "seeds", "KV, MiB", "before", "after", "all keys", "first", "last"]
+    headings = ["task", "evictions", "seeds", "KV, MiB", "before", "after", "gained", "all keys after"]
+    headings += ["first rewards", "last rewards"]
     body = []
     for task in TASKS:
         for kind in KINDS:
             if mine := [row for row in rows if (row["task"], row["kind"]) == (task, kind)]:
-                cells = ("sparse_accuracy_before", "sparse_accuracy_after", "dense_accuracy_after")
+                before, after, dense = (
+                    [row[cell] for row in mine]
+                    for cell in ("sparse_accuracy_before", "sparse_accuracy_after", "dense_accuracy_after")
+                )
+                gains = [gained(row, "sparse") for row in mine]
+                columns = (before, after, gains, dense, *_ends(mine))
                 body.append(
                     [
                         task,
                         kind,
                         str(len(mine)),
                         f"{mean(row['train_kv_bytes'] for row in mine) / 2**20:.1f}",
-                        *(mean_sd([row[cell] for row in mine]) for cell in cells),
-                        *(mean_sd(values) for values in _ends(mine)),
+                        *map(mean_sd, columns),
                     ]
                 )
     return markdown_table(headings, body)

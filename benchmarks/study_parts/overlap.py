@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from study_parts.analysis import SMOOTHING, VIEWS, Row, gained, mean_sd
+from study_parts.analysis import VIEWS, Row, gained, mean_sd
 from study_parts.plot import COLORS, DPI
 
 from lit_rlkv.reporting.tables import markdown_table
 
 THRESHOLD = 0.86
 """The 5th percentile from which rollouts under a small cache are said to be stable (arXiv:2606.08446)."""
+N_MEAN = 5
 LABELS = {"dense": "nothing evicted", "naive": "no replay", "shadow": "replay"}
 MARKERS = {"random": "o", "snapkv": "s"}
 SHADES = {"dense": COLORS["dense"], "naive": COLORS["naive"], "shadow": COLORS["smd"]}
@@ -26,8 +27,9 @@ def overlap(row: Row) -> float:
 
 
 def largest_drop(row: Row) -> float:
-    """Return how far the trailing mean of the reward fell below its best so far."""
-    trailing = np.convolve(row["rewards"], np.ones(SMOOTHING) / SMOOTHING, mode="valid")
+    """Return how far the mean reward of up to the latest `N_MEAN` iterations fell below its best so far."""
+    rewards = row["rewards"]
+    trailing = [statistics.mean(rewards[max(n - N_MEAN, 0) : n]) for n in range(1, len(rewards) + 1)]
     return float((np.maximum.accumulate(trailing) - trailing).max())
 
 

@@ -8,7 +8,7 @@ from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.diagnostics import as_floats
 from lit_rlkv.diagnostics.distributions import (
     evenly_spaced_rows,
-    has_no_evictions,
+    has_equal_views,
     layer_kls,
     view_overlap,
 )
@@ -71,7 +71,7 @@ class DenseMismatch(RowsDiagnostic):
         """Return the log-probs of the response tokens for the policy that sampled, with every key visible."""
         rollout, old_logps = experience.rollout, experience.old_logps
         is_scored = old_logps is not rollout.rollout_logps  # False with correction.bypass_mode
-        if has_no_evictions(rollout) or (is_scored and not self.policy.replays):
+        if has_equal_views(rollout) or (is_scored and not self.policy.replays):
             return old_logps
         found = score_rollout(
             self.policy.roles,
@@ -88,7 +88,7 @@ class DenseMismatch(RowsDiagnostic):
         rows = evenly_spaced_rows(rollout, self.n_rows, experience.ranks)
         sample = rollout.rows(rows)
         overlap = torch.full_like(rollout.rollout_logps, torch.nan)
-        if has_no_evictions(sample):
+        if has_equal_views(sample):
             overlap[rows] = sample.response_mask.to(overlap.dtype)
             return overlap
         with acting_as(self.policy.roles, "policy") as backbone:
@@ -112,7 +112,7 @@ class LayerMismatch(RowsDiagnostic):
         sample = rollout.rows(evenly_spaced_rows(rollout, self.n_rows, ranks))
         n_layers, device = rollout.evicted_at.shape[1], rollout.evicted_at.device
         kls = torch.zeros(n_layers + 1, dtype=torch.float64, device=device)
-        if not has_no_evictions(sample):
+        if not has_equal_views(sample):
             with acting_as(self.policy.roles, "policy") as backbone:
                 for _, part in passes(sample, self.tokens_per_pass):
                     kls += layer_kls(backbone, part, self.policy.temperature).double().sum(dim=1)

@@ -217,12 +217,16 @@ def _check_losses(cfg: Config) -> None:
         f"reward.overlong_buffer must be at most rollout.max_new_tokens={longest}, got {buffer}; lower it",
     )
     distillation = cfg.distillation
-    is_dense = cfg.correction.get("samples_dense") or cfg.cache.policy == "dense"
+    is_exact = cfg.cache.policy == "dense" and cfg.cache.dtype is None
     require(
         # Another model teaches the dense policy, too.
-        distillation is None or "model" in distillation or distillation.get("weight") == 0 or not is_dense,
-        "distillation needs an evicting cache in the rollouts: with a dense one both tracks are the same; "
-        "use distillation=none or distillation=anchor, or another correction and cache.policy",
+        distillation is None
+        or "model" in distillation
+        or distillation.get("weight") == 0
+        or not (is_exact or cfg.correction.get("samples_dense")),
+        "distillation needs an evicting or rounded cache in the rollouts: with a dense one both tracks are "
+        "the same; use distillation=none or distillation=anchor, or another correction, cache.policy or "
+        "cache.dtype",
     )
     weight_fn = _weight_function(cfg)
     require(

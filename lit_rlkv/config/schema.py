@@ -57,6 +57,11 @@ class CacheConfig:
         "number for each layer without a window gives them in proportion; null: all the same",
         least=1,
     )
+    dtype: Literal["int8", "fp8", "int4"] | None = option(
+        None,
+        "int8, fp8 or int4: rounds keys and values as they arrive, which the learner replays; null: they "
+        "stay in the model's dtype",
+    )
     target_overlap: Number | None = option(
         None,
         "steer the budget so that the lowest kv/overlap_p05 of any position stays here, 0.86 for example, "

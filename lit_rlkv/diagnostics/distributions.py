@@ -56,7 +56,8 @@ def layer_kls(
 ) -> Float[Tensor, "layer_or_all token"]:
     """Return KL(π_layer ‖ π_dense) at each response token in nats; the last row is for all layers at once.
 
-    In π_layer only this layer evicts its keys; every other layer sees all keys. Costs n_layers + 2 forwards.
+    In π_layer only this layer evicts its keys; every other layer sees all keys. A cache that rounds keys does
+    so in all of these, π_dense too. Costs n_layers + 2 forwards.
     The effects of layers do not add up, so the full eviction table has its own row.
     """
     # On the same code path as the other views, so that a layer without evictions gives exactly 0.
@@ -79,8 +80,10 @@ def _with_evictions_of(rollout: Rollout, layers: list[int]) -> Rollout:
     return replace(rollout, evicted_at=evicted_at)
 
 
-def has_no_evictions(rollout: Rollout) -> bool:
-    """True if no query lost a key, so that both views of the rollout are the same."""
+def has_equal_views(rollout: Rollout) -> bool:
+    """True if no query lost a key and no key was rounded, so that both views of the rollout are the same."""
+    if rollout.cache_dtype is not None:
+        return False
     is_kept = rollout.evicted_at >= rollout.input_ids.shape[1]
     return bool((is_kept | ~rollout.attention_mask[:, None, None]).all())
 

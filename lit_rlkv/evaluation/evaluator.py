@@ -38,7 +38,7 @@ Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
 def caches_to_evaluate(
     own: CacheSpec, budgets: Sequence[int], policies: Sequence[str] | None = None
 ) -> list[CacheSpec]:
-    """Return a dense cache, then each policy at each budget.
+    """Return an exact dense cache, then each policy at each budget, with the run's dtype.
 
     Args:
         own: cache of the run; its budget is evaluated, too.
@@ -55,7 +55,8 @@ def caches_to_evaluate(
         for budget in sorted({*budgets, own.budget}, reverse=True)
         if policy != DENSE
     ]
-    return [CacheSpec.dense(), *sparse]
+    rounded = [replace(CacheSpec.dense(), dtype=own.dtype)] if DENSE in chosen else []
+    return list(dict.fromkeys([CacheSpec.dense(), *rounded, *sparse]))
 
 
 def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str | None = None) -> Accuracy:
@@ -259,7 +260,7 @@ class Evaluator:
         rollouts = cache.for_rollouts
         rollout, _ = self._generate(problems, rollouts, self.rollout, start, on_progress=on_progress)
         shadow = self._scores(rollout, "policy", shadow=True)
-        dense = shadow if cache.is_dense else self._scores(rollout, "policy")
+        dense = shadow if cache.is_exact else self._scores(rollout, "policy")
         kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)
         return rollout, float(kl), float((shadow - rollout.rollout_logps).abs().max())
 

@@ -363,8 +363,8 @@ class RolloutDataModule(L.LightningDataModule):
     def _score(self, rollout: Rollout, on_progress: Callable[[int], object]) -> dict[str, Tensor]:
         """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
         replay = self.correction.replays
-        # Without evictions both views are the same, and roles with the same view share a forward.
-        dense_view = replay and self.cache.is_dense
+        # Under an exact cache both views are the same, and roles with the same view share a forward.
+        dense_view = replay and self.cache.is_exact
         views = {
             "policy": replay,
             "reference": replay,

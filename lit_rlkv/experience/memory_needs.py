@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
+from lit_rlkv.kernels.rounding import record_bytes, rounded_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
@@ -22,9 +23,10 @@ SORTING_BYTES = 26
 """Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
 SETTINGS = {
-    "KV cache": "cache.budget, cache.protect_prompt or, of a dense one, cache.policy and correction; "
-    "rollout.max_rows",
+    "KV cache": "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
+    "correction; rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
+    "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "logits of a step": "rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",
     "latest queries": "cache.window, rollout.max_rows",
@@ -62,10 +64,13 @@ def rollout_needs(
     own_slots = cache.n_slots(n_columns, n_prompt_columns)
     n_slots += sum(window if window < n_columns else own_slots for window in windows)
     needs = {
-        "KV cache": 2 * n_slots * n_rows * n_heads * dim * itemsize,
+        "KV cache": 2 * n_slots * n_rows * n_heads * rounded_bytes(dim, cache.dtype, compute_dtype(model)),
         "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }
+    if cache.dtype is not None:
+        n_bytes = 2 * record_bytes(dim, cache.dtype)
+        needs["record of codes"] = n_layers * (n_rows + n_responses) * n_heads * n_columns * n_bytes
     if settings.replay_routing:
         routers = routers_of(model)
         n_experts = len(routers) * max(router.k for router in routers)

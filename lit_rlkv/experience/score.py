@@ -24,6 +24,7 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
     scatter_to_response,
 )
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import OWN_CHOICE, Rollout
@@ -45,8 +46,8 @@ ENTROPY = "entropy"
 
 
 def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheSpec) -> bool:
-    """True if the critic has the shadow view; without evictions it has the policy's view."""
-    if correction.samples_dense or cache.is_dense:
+    """True if the critic has the shadow view; under an exact cache it has the policy's view."""
+    if correction.samples_dense or cache.is_exact:
         return correction.replays
     return roles.value_view == "shadow"
 
@@ -136,14 +137,16 @@ def _read(
 def _hidden(
     roles: Roles, rollout: Rollout, passes: set[ForwardPass], stacks_passes: bool
 ) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
-    by_backbone: dict[str, list[ForwardPass]] = defaultdict(list)
+    by_backbone: dict[tuple[str, bool], list[ForwardPass]] = defaultdict(list)
     for one in sorted(passes, key=repr):
-        by_backbone[one.backbone].append(one)
+        # Attention rounds the keys of all rows of a batch or of none.
+        by_backbone[one.backbone, one.shadow and rollout.cache_dtype is not None].append(one)
     found: dict[ForwardPass, Tensor] = {}
-    for name, mine in by_backbone.items():
+    for (name, rounds), mine in by_backbone.items():
+        rounding = RoundedView.of(rollout, shadow=rounds)
         backbone = roles.named_backbone(name)
         if stacks_passes and len(mine) > 1:
-            found |= _stacked(backbone, rollout, mine)
+            found |= _stacked(backbone, rollout, mine, rounding)
             continue
         for one in mine:
             with use_adapter(lora_layers(backbone), one.adapter):
@@ -155,12 +158,13 @@ def _hidden(
                     prompt_columns(rollout),
                     evicted_at,
                     expert_ids=rollout.expert_ids if one.replays_routing else None,
+                    rounding=rounding,
                 )
     return found
 
 
 def _stacked(
-    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass]
+    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass], rounding: RoundedView | None
 ) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
     n_rows = len(rollout.input_ids)
     rows = torch.arange(n_rows, device=rollout.input_ids.device).repeat(len(passes))
@@ -183,6 +187,7 @@ def _stacked(
             positions,
             evicted_at=evicted_at,
             expert_ids=_stacked_experts(rollout, passes),
+            rounding=None if rounding is None else rounding.stacked(len(passes)),
         )
     return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
 

@@ -15,7 +15,8 @@ Output = TypeVar("Output")
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 
 KERNELS = ("auto", "reference", "triton")
-TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+"""Of numbers, and of the codes that an eviction moves."""
 
 _chosen = "auto"
 """The choice of the process, not of a thread, because autograd runs backward passes in its own threads."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -113,6 +113,8 @@ class SlotCache(Cache):
         self.column = torch.zeros(n_rows, dtype=torch.long, device=device)
         self.fed_up_to = torch.zeros(n_rows, dtype=torch.long, device=device)
         """Column of the last token of each row that was given, not sampled."""
+        self.written = self.column
+        """Column that a decode step writes, `seq_len` for rows that have ended."""
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
         n_unprotected = [slots - self.prompt_end for slots in self.slots]
         self.levels = FillLevels(spec, n_rows, n_unprotected, self.group_budgets)
@@ -160,6 +162,8 @@ class SlotCache(Cache):
         self.first[index], self.column[index] = first, first - 1
         for layer in self.slot_layers:
             layer.begin(index)
+            if layer.rounding_record is not None:
+                layer.rounding_record[index] = 0
 
     def table_without_evictions(self, rows: Int[Tensor, " row"] | slice) -> Int[Tensor, "row 1 seq"]:
         """Return the eviction table of a head that keeps all keys: 0 before the first token of each row."""
@@ -238,6 +242,7 @@ class SlotCache(Cache):
         step = 1 if is_running is None else is_running
         self.n_live += step
         self.column += step
+        self.written = self.column if is_running is None else self.column.where(is_running, self.seq_len)
         if is_running is not None:
             self.n_live.masked_fill_(~is_running, 1)
 
@@ -303,6 +308,21 @@ class SlotCache(Cache):
         # Layer by layer, because a second copy of all can be too large.
         for number, layer in enumerate(self.slot_layers):
             stacked[:, number] = layer.table(rows).repeat_interleave(n_heads // layer.n_kv_heads, dim=1)
+        return stacked
+
+    def rounding_record(
+        self, rows: Int[Tensor, " row"]
+    ) -> UInt8[Tensor, "row layer kv_head byte seq"] | None:
+        """Return the record of the codes of these rows, KV heads as in `evicted_at`; None without codes."""
+        records = [layer.rounding_record for layer in self.slot_layers if layer.rounding_record is not None]
+        if not records:
+            return None
+        n_heads, n_bytes = (max(record.shape[dim] for record in records) for dim in (2, 3))
+        stacked = records[0].new_zeros(len(rows), len(records), n_heads, n_bytes, self.seq_len)
+        for number, record in enumerate(records):
+            found = record[rows, : self.seq_len].permute(0, 2, 3, 1)
+            found = found.repeat_interleave(n_heads // found.shape[1], dim=1)
+            stacked[:, number, :, : found.shape[2]] = found
         return stacked
 
     @property

@@ -2,10 +2,11 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -17,6 +18,7 @@ from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention, received_attention
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.recent_queries import RecentQueries
+from lit_rlkv.kvcache.slots import Slots
 from lit_rlkv.types import NEVER
 
 UNUSED = -1
@@ -50,6 +52,10 @@ class SlotLayer(CacheLayerMixin):
         """Scores the keys for a trained policy."""
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.filled_by: Feed | None = None
+        self.pools: tuple[Slots, Slots] | None = None
+        """Keys and values of all rows."""
+        self.rounding_record: UInt8[Tensor, "row seq+1 kv_head byte"] | None = None
+        """`record_of` the codes in each column, evicted or not; the last column is scratch space."""
         self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
         """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
@@ -90,7 +96,7 @@ class SlotLayer(CacheLayerMixin):
         `recent_queries` is not counted. It exists for policies that see queries, and is window · group /
         (2 · slots) of the pool, where `group` query heads share a KV head.
         """
-        return sum(pool.nbytes for pool in (self.keys, self.values) if pool is not None)
+        return sum(pool.nbytes for pool in self.pools or ())
 
     @property
     def n_kv_heads(self) -> int:
@@ -129,7 +135,7 @@ class SlotLayer(CacheLayerMixin):
         """Write the new keys, and return the attention of the queries over the cached keys.
 
         Given tokens attend to all that is cached and to each other, then the keys that fit the budget are
-        written.
+        written. With a rounded cache nothing reads the keys and values as they were before.
         """
         self.scaling = scaling
         self.sink = None if sink is None else sink.view(key.shape[1], -1)
@@ -137,24 +143,29 @@ class SlotLayer(CacheLayerMixin):
         query, key, value = to_autocast_dtype(query, key, value)
         step = self._decode if self.cache.incoming is None else self._feed
         with torch.autocast(query.device.type, enabled=False):
-            return step(query, key, value, scaling, softcap)
+            new_key, new_value = (Slots.of(each, self.cache.spec.dtype) for each in (key, value))
+            if self.cache.spec.dtype is not None:
+                self._record_codes(torch.cat([new_key.record(), new_value.record()], dim=-1).transpose(1, 2))
+            return step(query, new_key, new_value, scaling, softcap)
 
-    def _feed(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _feed(self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None) -> Tensor:
         """Attend over the held keys and the given tokens, then keep those that fit the budget of each row."""
         feed, policy = self._begin_feed(), self.cache.policy
         packed = query.reshape(key.shape[0], key.shape[1], -1, *query.shape[2:])
-        if self.keys is None:
+        if self.pools is None:
             self._allocate(packed, key, value)
         columns = feed.columns[:, None].expand(-1, key.shape[1], -1)
         if feed.most_held == 0:
+            keys, values = key.read(), value.read()
             evicted_at = torch.where(feed.is_token[:, None], NEVER, 0).int()
-            out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
+            out = replayed_attention(
+                query, keys, values, evicted_at, scaling, softcap=softcap, sink=self.sink
+            )
         else:
-            held = [pool[feed.sources, :, : feed.most_held] for pool in self._pools()]
-            key, value = feed.join(held[0], key), feed.join(held[1], value)
-            out = feed_attention(query, key, value, feed.is_seen, scaling, softcap, self.sink)
+            held = [pool.map(lambda part: part[feed.sources, :, : feed.most_held]) for pool in self._pools()]
+            key, value = held[0].map(feed.join, key), held[1].map(feed.join, value)
+            keys, values = key.read(), value.read()
+            out = feed_attention(query, keys, values, feed.is_seen, scaling, softcap, self.sink)
             if policy is not None:
                 columns = feed.join(self.columns[feed.sources, :, : feed.most_held], columns)
                 columns = columns.masked_fill(~feed.is_candidate[:, None], UNUSED)
@@ -165,7 +176,7 @@ class SlotLayer(CacheLayerMixin):
                 attention = torch.zeros(key.shape[:3], device=key.device)
             else:
                 attention = received_attention(
-                    packed, key, feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
+                    packed, keys, feed.is_seen, feed.is_token, scaling, softcap, self.sink, last_only=is_last
                 )
             if self.attention is not None and feed.most_held > 0 and not is_last:
                 held_mass = self.attention[feed.sources, :, : feed.most_held]
@@ -174,6 +185,23 @@ class SlotLayer(CacheLayerMixin):
             self.recent_queries.write_feed(feed, packed)
         self._fill(feed, key, value, columns, attention)
         return out
+
+    def _record_codes(self, record: UInt8[Tensor, "batch new kv_head byte"]) -> None:
+        """Write the record of new tokens to their columns."""
+        cache, feed = self.cache, self.cache.incoming
+        if self.rounding_record is None:
+            self.rounding_record = record.new_zeros(cache.n_rows, cache.seq_len + 1, *record.shape[2:])
+        if feed is None:
+            rows, columns = torch.arange(len(record), device=record.device), cache.written[:, None]
+        else:
+            if feed.n_samples > 1:  # the first of them has read the earlier chunks
+                before = self.rounding_record[feed.sources]
+                self.rounding_record[feed.rows] = before.repeat_interleave(feed.n_samples, dim=0)
+            rows, columns = feed.rows, feed.columns.where(feed.is_token, cache.seq_len)
+            columns = columns.repeat_interleave(feed.n_samples, dim=0)
+            record = record.repeat_interleave(feed.n_samples, dim=0)
+        places = rows[:, None] * (cache.seq_len + 1) + columns
+        self.rounding_record.flatten(0, 1).index_copy_(0, places.flatten(), record.flatten(0, 1))
 
     def _begin_feed(self) -> Feed:
         """Return the tokens to fill the pool from.
@@ -195,21 +223,21 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             self.evicted_at[rows] = self.cache.table_without_evictions(rows)
 
-    def _allocate(self, packed: Tensor, key: Tensor, value: Tensor) -> None:
-        """Allocate pool and records of all rows; zeroed, because NaN in an unused slot could spread."""
-        cache, (_, n_kv_heads, _, dim) = self.cache, key.shape
-        shape = (cache.n_rows, n_kv_heads, cache.slots[self.group])
-        self.keys, self.values = key.new_zeros(*shape, dim), value.new_zeros(*shape, value.shape[-1])
+    def _allocate(self, packed: Tensor, key: Slots, value: Slots) -> None:
+        """Allocate pool and records of all rows."""
+        cache, n_kv_heads, n_slots = self.cache, key.shape[1], self.cache.slots[self.group]
+        shape = (cache.n_rows, n_kv_heads, n_slots)
+        self.pools = key.pool(cache.n_rows, n_slots), value.pool(cache.n_rows, n_slots)
         self.evicted_at = cache.table_without_evictions(slice(None)).repeat(1, n_kv_heads, 1)
         self._number_slots()
         self.is_initialized = True
         if cache.policy is None:
             return
-        self.columns = key.new_full(shape, UNUSED, dtype=torch.long)
+        self.columns = packed.new_full(shape, UNUSED, dtype=torch.long)
         if cache.policy.sees_queries:
             self.recent_queries = RecentQueries(packed, cache.n_rows, cache.spec.window)
         if cache.policy.tracks_attention is not None:
-            self.attention = key.new_zeros(shape, dtype=torch.float32)
+            self.attention = packed.new_zeros(shape, dtype=torch.float32)
 
     def _number_slots(self) -> None:
         n_rows, n_kv_heads, n_slots = self._pools()[0].shape[:3]
@@ -218,17 +246,16 @@ class SlotLayer(CacheLayerMixin):
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
         """Move these rows to pools of the cache's present sizes; the old ones are freed one by one."""
-        n_slots = self.cache.n_slots
         keys, values = self._pools()
-        self.keys = _widened(keys, rows, n_slots)
-        del keys
-        self.values = _widened(values, rows, n_slots)
+        if self.rounding_record is not None:
+            self.rounding_record = self.rounding_record[rows]
+        self.pools = None
+        keys = keys.widened(rows, self.cache.n_slots)
+        self.pools = keys, values.widened(rows, self.cache.n_slots)
         self.evicted_at = self.evicted_at[rows]
         self._number_slots()
 
-    def _fill(
-        self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
-    ) -> None:
+    def _fill(self, feed: Feed, key: Slots, value: Slots, columns: Tensor, attention: Tensor | None) -> None:
         """Copy the kept candidates to all rows that take the same tokens, and record what was evicted."""
         policy, (keys, values), n_candidates = self.cache.policy, self._pools(), key.shape[2]
         width = min(n_candidates, keys.shape[2])
@@ -254,10 +281,10 @@ class SlotLayer(CacheLayerMixin):
                     now, first = feed.newest[feed.due] + 1, feed.first[feed.due]
                     recorded = record_evictions(before[feed.due], columns[feed.due], is_kept, now, first)
                     evicted_at = before.index_copy(0, feed.due, recorded)
-                kept_keys, kept_values = take_slots(key, kept), take_slots(value, kept)
+                kept_keys, kept_values = (each.map(partial(take_slots, slots=kept)) for each in (key, value))
             self.evicted_at[rows] = evicted_at
-            keys[rows, :, :width] = kept_keys
-            values[rows, :, :width] = kept_values
+            keys.put(rows, kept_keys)
+            values.put(rows, kept_values)
             if policy is not None:
                 self.columns[rows, :, :width] = columns.gather(2, kept).masked_fill(is_unused, UNUSED)
             if self.attention is not None and attention is not None:
@@ -274,7 +301,7 @@ class SlotLayer(CacheLayerMixin):
         return choose_survivors(scores, view.columns[due], now, feed.first[due], **self.limits)
 
     def _view_of(
-        self, feed: Feed, key: Tensor, value: Tensor, columns: Tensor, attention: Tensor | None
+        self, feed: Feed, key: Slots, value: Slots, columns: Tensor, attention: Tensor | None
     ) -> SlotView:
         """Return the policy's input for the rows of a feed."""
         return self._view(
@@ -289,44 +316,66 @@ class SlotLayer(CacheLayerMixin):
         )
 
     def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+        self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None
     ) -> Tensor:
         """Write one key per row, attend, and record the inputs of the policy."""
         cache, policy, n_live = self.cache, self.cache.policy, self.cache.n_live[self.group]
-        keys, values = self._pools()
         n_rows, n_kv_heads = key.shape[:2]
-        places = self._write(self.first_slot + (n_live - 1)[:, None], key, value)
+        places = self._write(n_live - 1, key, value)
         packed = query.reshape(n_rows, n_kv_heads, -1, query.shape[-1])
         if policy is not None:
             columns = cache.column[:, None].expand(-1, n_kv_heads).flatten()
             self.columns.view(-1).index_copy_(0, places, columns)
         if self.recent_queries is not None:
             self.recent_queries.write(cache.column, packed)
-        read = slice(None if cache.n_read is None else cache.n_read[self.group])
+        n_read = None if cache.n_read is None else cache.n_read[self.group]
         tracked = None if policy is None else policy.tracks_attention
         received = None
         if self.attention is not None and tracked != "renewed":
-            received = self.attention[:, :, read]
-        out = decode_attention(
+            received = self.attention[:, :, :n_read]
+        out = self._attend_to_slots(
             packed,
-            keys[:, :, read],
-            values[:, :, read],
+            n_read,
+            n_live,
+            scaling,
+            softcap,
+            received=received,
+            accumulates=tracked == "sum",
+        )
+        return out.reshape(n_rows, -1, 1, out.shape[-1])
+
+    def _attend_to_slots(
+        self,
+        query: Float[Tensor, "row kv_head group dim"],
+        n_read: int | None,
+        n_live: Int[Tensor, " row"],
+        scaling: float,
+        softcap: float | None,
+        **received: Any,
+    ) -> Float[Tensor, "row kv_head group dim_v"]:
+        """Return the attention of one query of each row over the leading slots; None: over all."""
+        keys, values = (pool.first(n_read) for pool in self._pools())
+        return decode_attention(
+            query,
+            keys.parts[0],
+            values.parts[0],
             n_live,
             scaling,
             softcap=softcap,
             sink=self.sink,
-            received=received,
-            accumulates=tracked == "sum",
-            n_splits=cache.n_splits,
+            n_splits=self.cache.n_splits,
+            rounding=keys.rounding,
+            scales=[*keys.scales, *values.scales],
+            **received,
         )
-        return out.reshape(n_rows, -1, 1, value.shape[-1])
 
-    def _write(self, places: Int[Tensor, "row kv_head"], key: Tensor, value: Tensor) -> Int[Tensor, " place"]:
-        """Write one key and value of each row and head to these slots of the whole pool; return them flat."""
-        flat = places.flatten()
-        for pool, new in zip(self._pools(), (key, value), strict=True):
-            pool.view(-1, pool.shape[-1]).index_copy_(0, flat, new.reshape(-1, new.shape[-1]))
-        return flat
+    def _write(self, slots: Int[Tensor, " row"], key: Slots, value: Slots) -> Int[Tensor, " place"]:
+        """Write one key and value to this slot of each row's heads; return the places in the flat pool."""
+        pools = self._pools()
+        places = (self.first_slot + slots[:, None]).flatten()
+        for pool, new in zip(pools, (key, value), strict=True):
+            pool.write(places, new)
+        return places
 
     def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:
         """Return, for each key of these rows, the first column whose query no longer sees it."""
@@ -337,7 +386,8 @@ class SlotLayer(CacheLayerMixin):
         cache, policy = self.cache, self.cache.policy
         keys, values = self._pools()
         assert policy is not None
-        # Nothing is copied here: a score reads what it needs, of the due rows only.
+        # Numbers are not copied here: a score reads what it needs, of the due rows only. Codes are turned
+        # into numbers, those of one layer at a time.
         view = self._view(
             rows=slice(None),
             keys=keys,
@@ -352,14 +402,15 @@ class SlotLayer(CacheLayerMixin):
         running = None if policy.tracks_attention == "last" else self.attention
         evict(
             scores,
-            keys,
-            values,
+            keys.parts[0],
+            values.parts[0],
             self.columns,
             running,
             self.evicted_at,
             is_due,
             cache.column + 1,
             cache.first,
+            scales=[*keys.scales, *values.scales],
             **self.limits,
         )
         is_behind = torch.arange(keys.shape[2], device=keys.device) >= cache.budgets[self.group][:, None]
@@ -368,17 +419,17 @@ class SlotLayer(CacheLayerMixin):
         if running is not None:
             running.masked_fill_(is_free, 0.0)
 
-    def _pools(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all rows, [row, kv_head, slot, dim]."""
-        if self.keys is None or self.values is None:
+    def _pools(self) -> tuple[Slots, Slots]:
+        """Return the keys and values of all rows."""
+        if self.pools is None:
             raise ValueError("the cache is empty; run the forward of a prompt inside cache.feed first")
-        return self.keys, self.values
+        return self.pools
 
     def _view(
         self,
         rows: Int[Tensor, " batch"] | slice,
-        keys: Float[Tensor, "batch kv_head slot dim"],
-        values: Float[Tensor, "batch kv_head slot dim_v"],
+        keys: Slots,
+        values: Slots,
         columns: Int[Tensor, "batch kv_head slot"],
         attention: Float[Tensor, "batch kv_head slot"] | None,
         newest: Int[Tensor, " batch"],
@@ -394,8 +445,8 @@ class SlotLayer(CacheLayerMixin):
         if self.recent_queries is not None:
             queries, query_columns = self.recent_queries.read(rows, newest)
         view = SlotView(
-            keys=keys,
-            values=values,
+            keys=keys.read(),
+            values=values.read(),
             columns=columns,
             is_live=columns >= first[:, None, None],
             is_recent=columns > (newest - window)[:, None, None],
@@ -413,10 +464,3 @@ class SlotLayer(CacheLayerMixin):
         if policy is not None and policy.tracks_attention == "renewed" and attention is not None:
             attention.copy_(torch.where(is_due[:, None, None], policy.renew(view), attention))
         return view
-
-
-def _widened(pool: Float[Tensor, "row kv_head slot dim"], rows: Int[Tensor, " kept"], n_slots: int) -> Tensor:
-    """Return a copy of some rows with more slots; zeroed, because NaN in an unused slot could spread."""
-    wider = pool.new_zeros(len(rows), pool.shape[1], n_slots, pool.shape[3])
-    wider[:, :, : pool.shape[2]] = pool[rows]
-    return wider

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lit_rlkv.checks import Range
+from lit_rlkv.kernels.rounding import ROUNDINGS
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
 
 PYRAMID, BETA = "pyramid", 20
@@ -33,10 +34,14 @@ class CacheSpec:
         budget_profile: None gives each layer the same budget. "pyramid" gives lower layers more, linearly. A
             list, of a number for each layer with attention and without a window, gives them budgets in its
             proportions. `budget` is their mean, and the budget of layers with a window.
+        dtype: "int8", "fp8" or "int4": keys and values are rounded when they arrive, to codes with a scale
+            for each token and KV head, and the rounded ones are read; see `lit_rlkv.kernels.rounding`.
+            None: they stay in the dtype of the model.
 
     Raises:
         ValueError: the policy is unknown or does not take the options, a size is not an integer or too small,
-            the budget is below sink + window + 1, `protect_prompt` is not a bool, or the profile is unknown.
+            the budget is below sink + window + 1, `protect_prompt` is not a bool, or the profile
+            or `dtype` is unknown.
     """
 
     policy: str | type[Policy] | Policy = "snapkv"
@@ -47,6 +52,7 @@ class CacheSpec:
     protect_prompt: bool = False
     policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     budget_profile: str | Sequence[int] | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy_options", dict(self.policy_options or {}))
@@ -62,6 +68,11 @@ class CacheSpec:
         if not isinstance(self.protect_prompt, bool):
             raise ValueError(
                 f"cache.protect_prompt must be true or false, got {self.protect_prompt!r}; choose one"
+            )
+        if self.dtype is not None and self.dtype not in ROUNDINGS:
+            raise ValueError(
+                f"cache.dtype must be one of {', '.join(ROUNDINGS)}, or null for the model's own, got "
+                f"{self.dtype!r}; choose one"
             )
         self._check_profile()
 
@@ -92,13 +103,19 @@ class CacheSpec:
         return self.policy == DENSE
 
     @property
+    def is_exact(self) -> bool:
+        """True if every query sees all keys and values as they are, as in a dense learner."""
+        return self.is_dense and self.dtype is None
+
+    @property
     def label(self) -> str:
         """Name of this cache in tables and plots."""
+        dtype = "" if self.dtype is None else f" {self.dtype}"
         if self.is_dense:
-            return "dense"
+            return f"dense{dtype}"
         prompt = "prompt+" if self.protect_prompt else ""
         profile = "" if self.budget_profile is None else f" {self.profile_name}"
-        return f"{self.policy_name}{profile} {prompt}{self.budget}+{self.interval}"
+        return f"{self.policy_name}{profile} {prompt}{self.budget}+{self.interval}{dtype}"
 
     @property
     def profile_name(self) -> str:

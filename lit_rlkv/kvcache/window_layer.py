@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import take_slots
 from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention
 from lit_rlkv.kvcache.layer import UNUSED, SlotLayer
+from lit_rlkv.kvcache.slots import Slots
 
 if TYPE_CHECKING:
     from lit_rlkv.kvcache.cache import LayerKind, SlotCache
@@ -31,32 +31,38 @@ class WindowLayer(SlotLayer):
         assert kind.window is not None
         self.window = kind.window
 
-    def _feed(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _feed(self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None) -> Tensor:
         """Attend within the window over the ring and the given tokens, then write the last `window` keys."""
         feed = self._begin_feed()
-        if self.keys is None:
-            shape = (self.cache.n_rows, key.shape[1], self.window)
-            self.keys, self.values = (each.new_zeros(*shape, each.shape[3]) for each in (key, value))
+        if self.pools is None:
+            n_rows = self.cache.n_rows
+            self.pools = key.pool(n_rows, self.window), value.pool(n_rows, self.window)
             self._number_slots()
             self.is_initialized = True
-        rings = [pool[feed.sources] for pool in self._pools()]
+        rings = [pool.map(lambda part: part[feed.sources]) for pool in self._pools()]
         if feed.most_held == 0:
             # In columns of these tokens, which need not be the first of a sequence.
             expiry = self.kind.expiry(feed.columns, feed.first[:, None]) - feed.columns[:, :1]
             evicted_at = expiry.where(feed.is_token, 0)[:, None].int()
-            out = replayed_attention(query, key, value, evicted_at, scaling, softcap=softcap, sink=self.sink)
+            seen = (key.read(), value.read())
+            out = replayed_attention(query, *seen, evicted_at, scaling, softcap=softcap, sink=self.sink)
         else:
-            keys, values = torch.cat([rings[0], key], dim=2), torch.cat([rings[1], value], dim=2)
+            seen = (
+                torch.cat([rings[0].read(), key.read()], dim=2),
+                torch.cat([rings[1].read(), value.read()], dim=2),
+            )
             is_seen = partial(self._is_seen, feed)
-            out = feed_attention(query, keys, values, is_seen, scaling, softcap, self.sink)
+            out = feed_attention(query, *seen, is_seen, scaling, softcap, self.sink)
         index, is_new = feed.ring_places(feed.newest - feed.first, self.window)
         index = index[:, None].expand(-1, key.shape[1], -1)
+
+        def latest(new: Tensor, ring: Tensor) -> Tensor:
+            return torch.where(is_new[:, None, :, None], take_slots(new, index), ring)
+
         for pool, ring, new in zip(self._pools(), rings, (key, value), strict=True):
-            kept = torch.where(is_new[:, None, :, None], take_slots(new, index), ring)
+            kept = new.map(latest, ring)
             for sample in range(feed.n_samples):
-                pool[feed.rows_of(sample)] = kept
+                pool.put(feed.rows_of(sample), kept)
         return out
 
     def _is_seen(self, feed: Feed, tokens: Int[Tensor, " query"]) -> Bool[Tensor, "batch query candidate"]:
@@ -73,33 +79,28 @@ class WindowLayer(SlotLayer):
         """Do nothing; a ring has no record of evictions."""
 
     def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None
+        self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None
     ) -> Tensor:
         """Write one key per row over the oldest one, and attend to the ring."""
-        cache, (keys, values) = self.cache, self._pools()
+        cache = self.cache
         n_tokens = cache.column - cache.first + 1
         slot = (n_tokens - 1) % self.window
-        self._write(self.first_slot + slot[:, None], key, value)
+        self._write(slot, key, value)
         n_read = None if cache.n_read is None else min(cache.levels.longest + 1, self.window)
         packed = query.reshape(*key.shape[:2], -1, query.shape[-1])
-        out = decode_attention(
-            packed,
-            keys[:, :, :n_read],
-            values[:, :, :n_read],
-            slot + 1 if self.kind.in_chunks else n_tokens.clamp(max=self.window),
-            scaling,
-            softcap=softcap,
-            sink=self.sink,
-            n_splits=cache.n_splits,
-        )
-        return out.reshape(len(key), -1, 1, value.shape[-1])
+        n_live = slot + 1 if self.kind.in_chunks else n_tokens.clamp(max=self.window)
+        out = self._attend_to_slots(packed, n_read, n_live, scaling, softcap)
+        return out.reshape(len(packed), -1, 1, out.shape[-1])
 
     def compact(self, is_due: Bool[Tensor, " row"]) -> None:
         """Do nothing; a ring never holds too many keys."""
 
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
         """Keep these rows; the ring stays as it is."""
-        self.keys, self.values = (pool[rows] for pool in self._pools())
+        keys, values = (pool.map(lambda part: part[rows]) for pool in self._pools())
+        self.pools = keys, values
+        if self.rounding_record is not None:
+            self.rounding_record = self.rounding_record[rows]
         self._number_slots()
 
     def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:

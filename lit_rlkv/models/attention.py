@@ -16,6 +16,7 @@ from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, replayed_at
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
+from lit_rlkv.models.rounded_view import RoundedView
 
 ATTENTION_NAME = "lit_rlkv"
 
@@ -58,6 +59,7 @@ def attention_forward(
     flat: FlatTokens | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
     table_rows: Mapping[int, int] | None = None,
+    rounding: RoundedView | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.
@@ -71,6 +73,7 @@ def attention_forward(
         flat: (learner) queries, keys and values are a flat sequence of the tokens of `evicted_at`'s rows.
         table_rows: row of `evicted_at` for each layer; None: its own number.
         s_aux: attention sink: a logit of each head in the softmax, without a value.
+        rounding: (learner) round keys and values as the rollout's cache did.
 
     Raises:
         ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
@@ -95,6 +98,8 @@ def attention_forward(
         assert evicted_at is not None
         layer_evicted_at = layer_table(evicted_at, layer, key.shape[1])
         layer_plan = None if plan is None else plan.layer(layer, key.shape[1])
+        if rounding is not None:
+            key, value = rounding.apply(layer, key, value)
         if probe is not None:
             probe(AttentionInputs(layer, query, key, value, scaling, softcap, flat))
         attend = partial(

@@ -16,6 +16,7 @@ from lit_rlkv.kvcache.cache import LayerKind
 from lit_rlkv.models.attention import ATTENTION_NAME, Probe
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.models.rounded_view import RoundedView, record_in
 from lit_rlkv.models.routing import by_token, replayed_experts
 from lit_rlkv.types import NEVER
 
@@ -159,7 +160,7 @@ def hidden_states(
         evicted_at: (learner) of the rows that attention runs on.
         slot_cache: (rollout) to write to and read from.
         expert_ids: experts that the routers take, as in a `Rollout`; None: they choose for themselves.
-        attention: passed on to the attention function, as `probe` and `flat`.
+        attention: passed on to the attention function, as `probe`, `flat` and `rounding`.
 
     Raises:
         ValueError: the model does not use our attention and would ignore these arguments; or the routing of
@@ -172,7 +173,7 @@ def hidden_states(
             "model through prepare_backbone first"
         )
     if evicted_at is not None:
-        attention |= replay_arguments(model, evicted_at)
+        attention |= replay_arguments(model, evicted_at, attention.get("rounding"))
     if slot_cache is not None:
         given = None if slot_cache.incoming is None else slot_cache.incoming.is_token
         masks = _masks(model, given, input_ids.device)
@@ -185,12 +186,16 @@ def hidden_states(
 
 
 def replay_arguments(
-    model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"]
+    model: PreTrainedModel,
+    evicted_at: Int[Tensor, "batch layer kv_head seq"],
+    rounding: RoundedView | None = None,
 ) -> dict[str, Any]:
     """Return what a forward of the learner passes to the model, beside tokens and positions."""
     evicted_at = within_windows(model, evicted_at)
     masks = _masks(model, evicted_at[:, 0, 0] > 0, evicted_at.device)
     arguments = {"evicted_at": evicted_at, "attention_mask": masks, "table_rows": table_rows(model)}
+    if rounding is not None:
+        arguments["rounding"] = rounding
     if uses_triton(next(model.parameters())):
         arguments["plan"] = plan_slots(evicted_at)
     return arguments
@@ -240,6 +245,7 @@ def learner_states(
     is_read: Bool[Tensor, "batch seq"] | None = None,
     expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
     probe: Probe | None = None,
+    rounding: RoundedView | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states of a batch under replay; each different token is computed once.
 
@@ -248,6 +254,7 @@ def learner_states(
         is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
         expert_ids: see `hidden_states`.
         probe: called with the inputs of each layer's attention.
+        rounding: see `attention_forward`.
 
     Raises:
         ValueError: see `check_deterministic`.
@@ -257,17 +264,23 @@ def learner_states(
     is_token = attention_mask if is_read is None else attention_mask & is_read
     flat = None
     if not has_states(model):  # a state goes through its own row alone
-        flat = flat_tokens(input_ids, is_token, n_prompt, within_windows(model, evicted_at), expert_ids)
+        table = within_windows(model, evicted_at)
+        flat = flat_tokens(input_ids, is_token, n_prompt, table, expert_ids, record_in(rounding))
     if flat is None:
         return hidden_states(
-            model, input_ids, positions, evicted_at=evicted_at, expert_ids=expert_ids, probe=probe
+            model,
+            input_ids,
+            positions,
+            evicted_at=evicted_at,
+            expert_ids=expert_ids,
+            rounding=rounding,
+            probe=probe,
         )
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
     experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
-    found = hidden_states(
-        model, tokens, places, evicted_at=evicted_at, expert_ids=experts, flat=flat, probe=probe
-    )
-    return flat.spread(found[0])
+    rounding = None if rounding is None else rounding.flatten(flat)
+    view: dict[str, Any] = {"evicted_at": evicted_at, "rounding": rounding, "flat": flat, "probe": probe}
+    return flat.spread(hidden_states(model, tokens, places, expert_ids=experts, **view)[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -5,12 +5,12 @@ a flat sequence of the batch's tokens, in which a prompt that several rows share
 on the rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -84,21 +84,24 @@ def flat_tokens(
     n_prompt: Int[Tensor, " batch"],
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
     expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
+    rounding_record: UInt8[Tensor, "batch layer kv_head byte seq"] | None = None,
 ) -> FlatTokens | None:
     """Return the tokens of a batch as a flat sequence; None if empty or if it saves less than `LEAST_SAVED`.
 
-    Rows share a prompt if its tokens, its columns, what its own queries see and its experts are equal.
+    Rows share a prompt if its tokens, its columns, what its own queries see, its experts and its codes are
+    equal.
 
     Args:
         is_token: False for cells that no other cell needs, such as padding.
         n_prompt: leading columns of each row that hold its prompt; the others are not compared.
         evicted_at: eviction table of the forward.
-        expert_ids: experts that the forward replays.
+        expert_ids, rounding_record: experts and codes that the forward replays.
     """
     row = torch.arange(len(input_ids), device=input_ids.device)
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
     is_prompt = column < n_prompt[:, None]
-    leader = _leaders(input_ids, is_token, is_prompt, n_prompt, evicted_at, expert_ids)
+    replayed = [table for table in (expert_ids, rounding_record) if table is not None]
+    leader = _leaders(input_ids, is_token, is_prompt, n_prompt, evicted_at, replayed)
     source = torch.where(is_prompt, leader[:, None], row[:, None])
     is_own = is_token & (source == row[:, None])
     cells = is_own.flatten().nonzero().flatten()
@@ -125,7 +128,7 @@ def _leaders(
     is_prompt: Bool[Tensor, "batch seq"],
     n_prompt: Int[Tensor, " batch"],
     evicted_at: Int[Tensor, "batch layer kv_head seq"],
-    expert_ids: Int[Tensor, "batch router expert seq"] | None,
+    replayed: Sequence[Int[Tensor, "batch *_ seq"]],
 ) -> Int[Tensor, " batch"]:
     """Return for each row the first row with the same prompt, or itself."""
     row = torch.arange(len(input_ids), device=input_ids.device)
@@ -137,8 +140,7 @@ def _leaders(
     # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
     seen = evicted_at[..., :n_columns].minimum(n_prompt[:, None, None, None].to(evicted_at.dtype))
     is_equal = torch.ones_like(leader, dtype=torch.bool)
-    for table in (seen, None if expert_ids is None else expert_ids[..., :n_columns]):
-        if table is not None:
-            table = table.masked_fill(~is_prompt[:, None, None], 0)
-            is_equal &= (table == table[leader]).flatten(1).all(dim=1)
+    for table in (seen, *(each[..., :n_columns] for each in replayed)):
+        table = table.flatten(1, -2).masked_fill(~is_prompt[:, None], 0)
+        is_equal &= (table == table[leader]).flatten(1).all(dim=1)
     return torch.where(is_equal, leader, row)

@@ -19,6 +19,7 @@ from lit_rlkv.models.backbone import (
     learner_states,
     text_config,
 )
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.types import Rollout
 
 _Result = TypeVar("_Result")
@@ -73,6 +74,7 @@ def response_hidden(
         is_read=rollout.attention_mask[:, 1:],
         expert_ids=query_experts(rollout),
         probe=probe,
+        rounding=RoundedView.of(rollout, shadow=shadow, n_columns=-1),
     )
     return hidden[rollout.response_mask[:, 1:]]
 
@@ -141,10 +143,11 @@ def replay_logps(
 ) -> Float[Tensor, "batch seq"]:
     """Return the log-probs of the rollout's response tokens in one forward; 0 outside `response_mask`.
 
-    Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, so with
-    the same weights the result equals `rollout.rollout_logps` up to float error. Without it each query sees
-    all earlier tokens. Either way the distributions are over the tokens that the sampler chose from, and
-    routers take the experts that the rollout recorded, if it did.
+    Gradients flow. With `shadow` each query sees exactly the keys that the rollout's cache held, rounded as
+    they were there (gradients go straight through the rounding), so with the same weights the result equals
+    `rollout.rollout_logps` up to float error. Without it each query sees all earlier tokens. Either way the
+    distributions are over the tokens that the sampler chose from, and routers take the experts that the
+    rollout recorded, if it did.
 
     Args:
         temperature: of the softmax; None: the one that the rollout was sampled at.

@@ -129,7 +129,9 @@ def _correction(config: Tree) -> str:
     correction = config.get("correction") or {}
     weights = _class(correction.get("weight_fn"))
     name = CORRECTIONS.get(weights, weights)
-    if correction.get("samples_dense") or config.get("cache", {}).get("policy") == "dense":
+    cache = config.get("cache", {})
+    is_exact = cache.get("policy") == "dense" and not cache.get("dtype")
+    if correction.get("samples_dense") or is_exact:
         name = "dense"
     elif correction.get("replays"):
         replay = "smd" if "direction" in (config.get("distillation") or {}) else "shadow"
@@ -140,13 +142,16 @@ def _correction(config: Tree) -> str:
 def _cache(config: Tree) -> str:
     """Return the policy and size of the cache of rollouts, such as random 16+5."""
     node = config.get("cache", {})
-    if node.get("policy") == "dense" or (config.get("correction") or {}).get("samples_dense"):
+    if (config.get("correction") or {}).get("samples_dense"):
         return "dense"
+    dtype = f", {node['dtype']}" if node.get("dtype") else ""
+    if node.get("policy") == "dense":
+        return f"dense{dtype}"
     if not {"policy", "budget", "interval"} <= node.keys():
         return ""
     prompt = ("prompt+", "prompt + ") if node.get("protect_prompt") else ("", "")
     size = f"{prompt[0]}{node['budget']}+{node['interval']}"
-    return f"{node['policy']} {size} ({prompt[1]}budget + interval slots)"
+    return f"{node['policy']} {size} ({prompt[1]}budget + interval slots){dtype}"
 
 
 def _device(node: Tree) -> str:

@@ -31,8 +31,9 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
     """Return the main numbers as heading, value and note."""
     found = []
     for budget in dict.fromkeys((report.budget, None)):
-        rows = _rows(report, budget)
-        if rows:
+        of_budget = _rows(report, budget)
+        for cache in dict.fromkeys(row.cache for row in of_budget):
+            rows = [row for row in of_budget if row.cache == cache]
             notes = [f"was {percent(rows[0].accuracy)}"] if len(rows) > 1 else []
             if interval := accuracy_interval(rows[-1]):
                 notes.append(f"95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}")

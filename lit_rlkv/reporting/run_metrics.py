@@ -53,9 +53,7 @@ FINAL_METRICS = (
 """Names that `final_metrics` may return, in order."""
 
 
-def final_metrics(
-    before: Sequence[EvalRow], after: Sequence[EvalRow], budget: int | None
-) -> dict[str, float]:
+def final_metrics(before: Sequence[EvalRow], after: Sequence[EvalRow], cache: str) -> dict[str, float]:
     """Return the results of the evaluation at the end of a run; empty if there was none.
 
     `eval/accuracy`, `eval/kl`, `eval/kv_bytes` and `eval/learned_reward` are under the run's own cache,
@@ -63,11 +61,11 @@ def final_metrics(
     were measured.
 
     Args:
-        budget: budget of the run's own cache; None if it is dense.
+        cache: name of the run's own cache.
     """
     found: dict[str, float] = {}
-    for accuracy, under in (("eval/accuracy", budget), ("eval/dense_accuracy", None)):
-        row, earlier = (next((r for r in rows if r.budget == under), None) for rows in (after, before))
+    for accuracy, under in (("eval/accuracy", cache), ("eval/dense_accuracy", "dense")):
+        row, earlier = (next((r for r in rows if r.cache == under), None) for rows in (after, before))
         if row is None:
             continue
         found[accuracy] = row.accuracy

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -57,6 +57,7 @@ class DecodedRows(TensorBatch):
     kept_ids: list[RowIds] | None = None
     """The tokens that the sampler chose from, row by row; None: from the whole vocabulary."""
     expert_ids: Int[Tensor, "row router expert seq"] | None = None
+    rounding_record: UInt8[Tensor, "row layer kv_head byte seq"] | None = None
 
     def new_empty(self, n_rows: int) -> "DecodedRows":
         """Allocate uninitialised memory for `n_rows` rows of the same columns."""
@@ -347,6 +348,7 @@ class Decoder:
             evicted_at=self.kv.evicted_at(index),
             kept_ids=None if self._masks is None else self._masks.read(rows),
             expert_ids=None if self.experts is None else self.experts.ids[index, ..., :-1],
+            rounding_record=self.kv.rounding_record(index),
         )
 
     def read_tokens(self, rows: Sequence[int]) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:

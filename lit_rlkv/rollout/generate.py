@@ -159,7 +159,8 @@ def generate(
         callback.call()
     kv_bytes = decoder.kv.kv_bytes
     del decoder, callback  # frees the cache
-    return as_rollout(rows, is_prompt.repeat_interleave(num_return_sequences, dim=0), kv_bytes, temperature)
+    is_prompt = is_prompt.repeat_interleave(num_return_sequences, dim=0)
+    return as_rollout(rows, is_prompt, kv_bytes, temperature, cache.dtype)
 
 
 def _token_list(name: str, ids: Any) -> list[int]:
@@ -182,7 +183,11 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 
 
 def as_rollout(
-    rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], kv_bytes: int, temperature: float
+    rows: DecodedRows,
+    is_prompt: Bool[Tensor, "batch prompt"],
+    kv_bytes: int,
+    temperature: float,
+    cache_dtype: str | None = None,
 ) -> Rollout:
     """Cut the unused columns, and drop evictions after the query that predicted a row's last token.
 
@@ -208,7 +213,9 @@ def as_rollout(
         kv_bytes=kv_bytes,
         sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
         expert_ids=rows.expert_ids,
+        rounding_record=rows.rounding_record,
         temperature=temperature,
+        cache_dtype=cache_dtype,
     )
 
 

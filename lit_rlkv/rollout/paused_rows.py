@@ -39,10 +39,10 @@ def _overwritten(kv: SlotCache, newest: Tensor) -> list[Tensor]:
     found = [newest, kv.n_live.T]
     for layer in kv.slot_layers:
         is_ring = isinstance(layer, WindowLayer)
-        pools = [layer.keys, layer.values]
+        pools = [part for pool in layer.pools or () for part in pool.parts]
         if kv.policy is not None and not is_ring:
             pools += [layer.columns, *([] if layer.attention is None else [layer.attention])]
-        found += [pool if is_ring else pool[:, :, :1] for pool in pools if pool is not None]
+        found += [pool if is_ring else pool[:, :, :1] for pool in pools]
         if layer.recent_queries is not None:
             found.append(layer.recent_queries.ring)
     for state_layer in kv.state_layers:

@@ -63,9 +63,7 @@ def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
     say(run.console, "after training" if "rl" in context.cfg.stages else "", stage="eval")
     with run.timed("eval"):
         results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
-    cache = context.cfg.parts.cache
-    budget = None if cache.is_dense else cache.budget
-    results.final = final_metrics(results.before, results.after, budget)
+    results.final = final_metrics(results.before, results.after, context.cfg.parts.cache.label)
     run.save_results(must_succeed=True)
 
 

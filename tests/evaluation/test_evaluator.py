@@ -12,7 +12,7 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool
-from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of
+from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of, caches_to_evaluate
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
@@ -299,3 +299,20 @@ def test_a_response_whose_environment_failed_has_no_score(max_failed):
     else:
         evaluator.accuracy = lambda problems, completions: torch.ones(len(completions))
         assert 0 < evaluator.score_cache(SPARSE).row.accuracy < 1
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_rounded_dense_cache_is_evaluated_beside_the_exact_one(dtype):
+    own = replace(CacheSpec.dense(), dtype=dtype)
+    labels = [cache.label for cache in caches_to_evaluate(own, [8])]
+    assert labels == (["dense"] if dtype is None else ["dense", "dense int8"])
+    sparse = caches_to_evaluate(replace(SPARSE, dtype=dtype), [9])
+    assert {cache.dtype for cache in sparse if not cache.is_dense} == {dtype}
+
+
+def test_the_kl_of_a_rounded_cache_counts_its_rounding():
+    exact, rounded = (
+        make_evaluator().score_cache(replace(CacheSpec.dense(), dtype=dtype)).row for dtype in (None, "int4")
+    )
+    assert abs(exact.kl) < 1e-6 < 1e-5 < abs(rounded.kl)
+    assert rounded.kv_bytes < exact.kv_bytes

@@ -1,6 +1,7 @@
 """Allocations that really fail: what is said of them, with the numbers counted by hand."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -42,24 +43,32 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
     first, *lines = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
     assert "4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache random 7+2" in first
     assert [line.split("  ")[-1].partition(";")[0] for line in lines] == [*needs()]
-    assert "36.0 KiB  KV cache; change cache.budget" in lines[0]
+    assert "36.0 KiB  KV cache; change cache.dtype, cache.budget" in lines[0]
 
 
-@pytest.mark.parametrize("max_rows", [None, 8])
-@pytest.mark.parametrize("arm", ["shadow", "dense"])
-def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows):
+@pytest.mark.parametrize(
+    ("arm", "max_rows", "dtype"),
+    [
+        *product(["shadow", "dense"], [None, 8], [None]),
+        ("shadow", None, "int8"),
+        ("shadow", 8, "fp8"),
+        ("shadow", None, "int4"),
+    ],
+)
+def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows, dtype):
     roles = make_roles()
-    data = make_datamodule(roles, ARMS[arm], rollout={"max_rows": max_rows})
+    spec = replace(SPEC, dtype=dtype)
+    data = make_datamodule(roles, ARMS[arm], spec, rollout={"max_rows": max_rows})
     rollout = data.collect().rollout
     n_columns = int((rollout.attention_mask & ~rollout.response_mask).sum(dim=1).max())
 
-    def found(settings):
-        return rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)[
-            "KV cache"
-        ]
+    def found(settings, what="KV cache"):
+        return rollout_needs(roles.backbone("policy"), data.cache, (4, n_columns), settings, GROUP)[what]
 
     assert found(data.settings) == rollout.kv_bytes
     assert found(replace(data.settings, max_rows=4)) != rollout.kv_bytes
+    if dtype is not None:  # the pools of rows have one more column each, and end tokens cut the rollout
+        assert rollout.record_bytes["rounding_record"] <= found(data.settings, "record of codes")
 
 
 def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():

@@ -1,5 +1,6 @@
 """Scores of the roles, by shared and by single forwards."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -79,6 +80,21 @@ def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass, 
     assert found.keys() == VIEWS[views].keys()
     for role, shadow in VIEWS[views].items():
         assert difference(found[role], alone(roles_of(layout), role, shadow)) < 1e-5, role
+
+
+@pytest.mark.parametrize("stacks_passes", [False, True])
+def test_only_views_of_the_sampler_are_rounded(stacks_passes: bool):
+    rounded = replace(rollout(), cache_dtype="int4")
+    views = VIEWS["as a replaying learner asks"] | {"policy": True}
+    settings = {"temperature": TEMPERATURE, "stacks_passes": stacks_passes}
+    found = score_rollout(roles_of("hydra"), rounded, views, **settings)
+    plain = score_rollout(roles_of("hydra"), rollout(), views, **settings)
+    with torch.no_grad(), acting_as(roles_of("hydra"), "policy") as backbone:
+        alone = replay_logps(backbone, rounded, temperature=TEMPERATURE)
+    assert difference(found["policy"], alone) < 1e-5
+    for role, shadow in views.items():
+        change = difference(found[role], plain[role])
+        assert change > 1e-4 if shadow else change < 1e-6, role
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

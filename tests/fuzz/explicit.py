@@ -33,6 +33,8 @@ class Layers:
     values: dict[int, Tensor] = field(default_factory=dict)
     probs: dict[int, Tensor] = field(default_factory=dict)
     scaling: float = 1.0
+    rounding: str | None = None
+    """`CacheSpec.dtype` of the rollout's cache."""
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[row, column, token]: logits / temperature after each column."""
 
@@ -56,6 +58,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
     n_groups = query.shape[1] // key.shape[1]
+    if layers.rounding is not None:
+        key, value = (x + (nearest(x.detach(), layers.rounding) - x).detach() for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = query @ key.repeat_interleave(n_groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
@@ -71,6 +75,18 @@ def attend(
     layers.scaling = scaling
     out = probs @ value.repeat_interleave(n_groups, 1)
     return out.transpose(1, 2).contiguous(), None
+
+
+def nearest(x: Tensor, rounding: str) -> Tensor:
+    """The nearest numbers that codes can stand for, in the precision of the definition."""
+    x32, zero = x.float(), torch.zeros_like(x[..., :1], dtype=torch.float32)
+    if rounding == "int4":
+        zero = x32.amin(-1, keepdim=True).bfloat16().float()
+    n_steps = {"int8": 127, "fp8": 448, "int4": 15}[rounding]
+    step = ((x32 - zero).abs().amax(-1, keepdim=True) / n_steps).bfloat16().float()
+    place = ((x32 - zero) / step).nan_to_num().clamp(0 if rounding == "int4" else -n_steps, n_steps)
+    place = place.to(torch.float8_e4m3fn).float() if rounding == "fp8" else place.round()
+    return (place * step + zero).to(x.dtype)
 
 
 AttentionInterface.register(NAME, attend)
@@ -89,20 +105,20 @@ def log_probs(
     model: PreTrainedModel, rollout: Rollout, temperature: float, rows: Mapping[int, int] | None = None
 ) -> tuple[Tensor, Layers]:
     """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
-    layers = Layers(seen(rollout), rows)
+    layers = Layers(seen(rollout), rows, rounding=rollout.cache_dtype)
     model.set_attn_implementation(NAME)
     mask = rollout.attention_mask.long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(
         rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False, layers=layers
     ).logits
-    logits = logits[:, :-1].float() / temperature
+    logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     layers.logits = logits.detach()
     for row, column, kept in sets(rollout):
         dropped = [token for token in range(logits.shape[-1]) if token not in kept]
         logits = logits.index_put(
             (torch.tensor(row), torch.tensor(column - 1), torch.tensor(dropped, dtype=torch.long)),
-            torch.tensor(-torch.inf),
+            torch.tensor(-torch.inf, dtype=logits.dtype),
         )
     logps = logits.log_softmax(-1)
     chosen = logps.gather(2, rollout.input_ids[:, 1:, None])[..., 0]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlkv import generate, prepare_backbone, replay_logps
+from lit_rlkv.kernels.rounding import ROUNDINGS
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.types import NEVER, Rollout
@@ -53,6 +54,10 @@ class Sampling:
     seed: int
     prefill_chunk: int | None
 
+    def exact(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model, in float64 if keys are rounded, where no float error moves one to another code."""
+        return model if self.spec.dtype is None else model.double()
+
     def rollout(self, model: PreTrainedModel, **options: Any) -> Rollout:
         generator = torch.Generator().manual_seed(self.seed)
         width = max(self.lens)
@@ -87,6 +92,7 @@ def random_sampling(draw: Any) -> dict[str, Any]:
             sink=sink,
             window=window,
             protect_prompt=draw(st.booleans()),
+            dtype=draw(st.sampled_from([None, *ROUNDINGS])),
         ),
         "lens": tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
         "max_new_tokens": draw(st.integers(1, 24)),
@@ -147,7 +153,7 @@ class Case(Sampling):
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(4.0)
-        return model
+        return self.exact(model)
 
 
 @st.composite
@@ -212,6 +218,14 @@ def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
     rollout, layers = check(case)
     swapped = replace(rollout, evicted_at=rollout.evicted_at.flip(2))
     assert len(explicit.wrong_evictions(swapped, layers, case.spec)) > 10
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_a_learner_that_does_not_round_is_caught_by_the_own_forward(dtype: str):
+    case = replace(EXAMPLE, spec=replace(EXAMPLE.spec, dtype=dtype))
+    rollout, _ = check(case)
+    own, _ = explicit.log_probs(case.model(), replace(rollout, cache_dtype=None), 1.0)
+    assert (own - rollout.rollout_logps).abs().max() > 2e-3
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])

@@ -92,6 +92,19 @@ def test_the_learner_replays_what_the_sampler_saw(model, tmp_path, policy):
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
 
 
+def test_the_learner_rounds_as_the_sampler_did(model, tmp_path):
+    class Forgets(EvictingGRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            found = super()._generate_single_turn(*args, **kwargs)
+            self._rollout = replace(self._rollout, cache_dtype=None)
+            return found
+
+    _, rows = train(model, tmp_path, cache_dtype="int4")
+    assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
+    _, (row,) = train(model, tmp_path, cache_dtype="int4", max_steps=1, trainer=Forgets)
+    assert row["kv/replay_gap"] > 1e-2
+
+
 @pytest.mark.parametrize(
     ("trainer", "correction"),
     [

@@ -1,5 +1,6 @@
 """Invariant 4, of the kernels: Triton changes neither rollouts nor log-probs nor gradients."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
+from lit_rlkv.kernels.rounding import ROUNDINGS
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
@@ -77,6 +79,19 @@ def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
         blind = (replay_logps(model_of(family), rollout, shadow=False) - rollout.rollout_logps).abs().max()
     assert gap < 1e-4
     assert blind > 100 * gap
+
+
+@pytest.mark.parametrize("dtype", short_tier(ROUNDINGS, ["int4"]))
+def test_kernels_read_the_codes_of_a_rounded_cache(dtype: str):
+    rollout = roll_out(
+        "triton", "snapkv", cache=CacheSpec(budget=8, interval=2, sink=1, window=3, dtype=dtype)
+    )
+    is_token = rollout.response_mask
+    with use_kernels("triton"), torch.no_grad():
+        logps = replay_logps(model_of("llama"), rollout)
+        blind = replay_logps(model_of("llama"), replace(rollout, cache_dtype=None))
+    assert (logps - rollout.rollout_logps)[is_token].abs().max() < 1e-4
+    assert (blind - rollout.rollout_logps)[is_token].abs().median() > 3e-4
 
 
 @pytest.mark.parametrize("family", [slow("llama"), "gemma2"])

@@ -56,9 +56,8 @@ def test_the_pools_stay_where_they_were_allocated(policy: str, monkeypatch: pyte
 
     def watched(cache: SlotCache, is_running: Tensor) -> None:
         for i, layer in enumerate(cache.slot_layers):
-            assert layer.keys is not None
-            assert layer.values is not None
-            pools = [layer.keys, layer.values, layer.columns]
+            assert layer.pools is not None
+            pools = [*(part for pool in layer.pools for part in pool.parts), layer.columns]
             seen.setdefault(i, set()).add(tuple((p.data_ptr(), tuple(p.shape)) for p in pools))
         advance(cache, is_running)
 

@@ -1,10 +1,12 @@
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.kernels.evict import evict
+from lit_rlkv.kernels.rounding import ROUNDINGS, dequantise, quantise, rounded
 from lit_rlkv.types import NEVER
 from tests.kernels.evict_cases import (
     DEVICE,
@@ -318,3 +320,28 @@ def test_tensors_that_cannot_be_compacted_in_place_are_refused():
     apart = replace(apart, keys=apart.keys.repeat_interleave(2, dim=-1)[..., ::2])
     with pytest.raises(ValueError, match=r"the last dimension of keys .* must be contiguous, got stride 2"):
         evict_pool(apart, 9, "triton")
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_codes_and_scales_move_together(kernels: str, rounding: str):
+    pool = make_pool(33)
+    plain = evicted(pool, 20, "reference")
+    (keys, key_scales), (values, value_scales) = (
+        quantise(each, rounding) for each in (pool.keys, pool.values)
+    )
+    coded = replace(pool, keys=keys, values=values).on(DEVICE)
+    scales = [each.to(DEVICE) for each in (key_scales, value_scales)]
+    before = [each.clone() for each in scales]
+    tensors = [getattr(coded, f.name) for f in fields(coded)]
+    evict(*tensors, budget=20, sink=SINK, window=WINDOW, scales=scales, kernels=kernels)
+    assert torch.equal(coded.columns, plain.columns)
+    front = (coded.is_due.nonzero().flatten(), slice(None), slice(20))
+    for codes, scale, moved in zip(
+        (coded.keys, coded.values), scales, (plain.keys, plain.values), strict=True
+    ):
+        expected = rounded(moved, rounding)
+        assert torch.equal(dequantise(codes, scale, rounding, torch.float32)[front], expected[front])
+    assert not torch.equal(scales[0], before[0])
+    waits = ~coded.is_due
+    assert all(torch.equal(after[waits], each[waits]) for after, each in zip(scales, before, strict=True))

@@ -292,7 +292,7 @@ def test_decoding_from_an_empty_cache_is_refused():
 def test_the_pools_are_freed_with_the_cache_not_at_the_next_garbage_collection():
     kv = make_cache(CacheSpec(policy="snapkv", **SPEC))
     prefill_all(kv)
-    pool = weakref.ref(kv.slot_layers[0].keys)
+    pool = weakref.ref(kv.slot_layers[0].pools[0].parts[0])
     gc.disable()
     try:
         del kv
@@ -308,8 +308,7 @@ def test_under_autocast_the_cache_holds_what_the_learner_attends_to():
     with kv.feed(range(len(LENS)), prompt_mask(LENS)), torch.autocast("cpu", torch.bfloat16):
         for layer in kv.slot_layers:
             out = layer.attend(query, key, value, SCALING)
-    assert layer.keys is not None
-    assert layer.values is not None
+    assert layer.pools is not None
     assert layer.recent_queries is not None
-    dtypes = {out.dtype, layer.keys.dtype, layer.values.dtype, layer.recent_queries.dtype}
+    dtypes = {out.dtype, *(pool.parts[0].dtype for pool in layer.pools), layer.recent_queries.dtype}
     assert dtypes == {torch.bfloat16}

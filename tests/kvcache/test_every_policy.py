@@ -117,8 +117,8 @@ def test_a_compaction_keeps_sinks_window_and_the_top_scored(name: str):
 def test_no_head_ever_holds_more_than_budget_and_interval_keys_nor_padding(name: str):
     journal = journal_of(name)
     n_slots = SPEC["budget"] + SPEC["interval"]
-    assert journal.layer.keys is not None
-    assert journal.layer.keys.shape[2] == n_slots
+    assert journal.layer.pools is not None
+    assert journal.layer.pools[0].shape[2] == n_slots
     for held in journal.held:
         for row, columns in enumerate(held):
             assert len(columns) < n_slots

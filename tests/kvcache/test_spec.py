@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jaxtyping
@@ -89,3 +90,17 @@ def test_sinks_and_window_must_leave_a_slot_to_choose():
 def test_a_spec_cannot_be_changed_after_it_was_checked():
     with pytest.raises(AttributeError):
         CacheSpec().budget = 3  # type: ignore[misc]
+
+
+def test_a_dtype_that_no_rounding_has_is_refused():
+    with pytest.raises(
+        ValueError, match=r"cache\.dtype must be one of int8, fp8, int4, or null .*, got 'int3'"
+    ):
+        CacheSpec(dtype="int3")
+
+
+def test_a_rounded_cache_says_so_in_its_label_and_is_not_exact():
+    assert CacheSpec("h2o", budget=32, interval=8, dtype="int4").label == "h2o 32+8 int4"
+    rounded = replace(CacheSpec.dense(), dtype="int8")
+    assert (rounded.label, rounded.is_dense, rounded.is_exact) == ("dense int8", True, False)
+    assert CacheSpec.dense().is_exact

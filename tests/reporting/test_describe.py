@@ -45,6 +45,13 @@ def test_a_protected_prompt_is_part_of_the_caches_size():
     assert cache == "random prompt+16+5 (prompt + budget + interval slots)"
 
 
+def test_the_dtype_of_a_rounded_cache_is_told():
+    assert facts_of("cache.dtype=int8")["Cache"] == "random 16+5 (budget + interval slots), int8"
+    rounded = facts_of("cache.dtype=int4", "cache.policy=dense", "experiment=shadow")
+    assert (rounded["Cache"], rounded["Arm"].partition(":")[0]) == ("dense, int4", "shadow")
+    assert facts_of("cache.dtype=int4", "experiment=dense")["Cache"] == "dense"
+
+
 def test_algorithms_without_an_estimator_have_the_name_of_their_loss():
     assert facts_of("experiment=online_dpo_smd")["Algorithm"].startswith("OnlineDPO, ")
     assert facts_of("algorithm=cispo")["Algorithm"].startswith("CISPO, ")

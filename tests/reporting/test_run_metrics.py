@@ -172,7 +172,7 @@ AFTER = [row(None, 0.95), row(16, 0.8, 0.1, 500), row(12, 0.5)]
 
 
 def test_final_metrics_cover_the_runs_own_budget_and_the_dense_cache():
-    found = final_metrics(BEFORE, AFTER, 16)
+    found = final_metrics(BEFORE, AFTER, "random 16+5")
     assert found == pytest.approx(
         {
             "eval/accuracy": 0.8,
@@ -183,16 +183,16 @@ def test_final_metrics_cover_the_runs_own_budget_and_the_dense_cache():
             "eval/kv_bytes": 500.0,
         }
     )
-    assert final_metrics(BEFORE, AFTER, 12)["eval/accuracy"] == 0.5
+    assert final_metrics(BEFORE, AFTER, "random 12+5")["eval/accuracy"] == 0.5
 
 
 def test_a_dense_run_has_one_accuracy_under_both_names():
-    found = final_metrics([], [row(None, 0.9)], None)
+    found = final_metrics([], [row(None, 0.9)], "dense")
     assert (found["eval/accuracy"], found["eval/dense_accuracy"]) == (0.9, 0.9)
     assert "eval/accuracy_gain" not in found
 
 
 def test_missing_measurements_are_left_out():
-    assert final_metrics(BEFORE, [], 16) == {}
-    assert "eval/learned_reward" not in final_metrics([], AFTER, 16)
-    assert final_metrics([], [row(16, 0.8, learned=1.5)], 16)["eval/learned_reward"] == 1.5
+    assert final_metrics(BEFORE, [], "random 16+5") == {}
+    assert "eval/learned_reward" not in final_metrics([], AFTER, "random 16+5")
+    assert final_metrics([], [row(16, 0.8, learned=1.5)], "random 16+5")["eval/learned_reward"] == 1.5

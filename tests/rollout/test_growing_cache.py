@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lit_rlkv import replay_logps
-from lit_rlkv.kvcache import CacheSpec, SlotCache, layer
+from lit_rlkv.kvcache import CacheSpec, SlotCache
+from lit_rlkv.kvcache.slots import Slots
 from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.rollout import decoder, generate
 from lit_rlkv.types import NEVER, Rollout
@@ -140,9 +141,7 @@ def test_the_learner_finds_the_same_log_probs(changes: dict, sizes: list):
 
 
 def test_keys_that_are_lost_on_the_way_are_noticed(sizes: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        layer, "_widened", lambda pool, rows, n: pool.new_zeros(len(rows), pool.shape[1], n, pool.shape[3])
-    )
+    monkeypatch.setattr(Slots, "widened", lambda slots, rows, n: slots.pool(len(rows), n))
     rollout = run()
     assert sizes
     gap = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs()[rollout.response_mask]

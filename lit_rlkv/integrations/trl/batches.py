@@ -11,6 +11,7 @@ from trl.trainer.utils import use_adapter
 
 from lit_rlkv.kernels.token_logps import TokenSets
 from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
+from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.types import Rollout
 
 RolloutRow = tuple[Rollout, int]
@@ -45,9 +46,11 @@ def rollout_of(rows: list[RolloutRow]) -> Rollout:
     return rollout.rows(torch.tensor([row for _, row in rows], device=rollout.input_ids.device))
 
 
-def evictions(rollout: Rollout, attention_mask: Tensor, *, shadow: bool) -> Tensor:
-    """Return the eviction table of a rollout, or that of a dense cache."""
-    return replay_evicted_at(rollout) if shadow else dense_evicted_at(attention_mask.bool())
+def view_arguments(rollout: Rollout, attention_mask: Tensor, *, shadow: bool) -> dict[str, Any]:
+    """Return what attention sees: evictions and rounding of a rollout, or all keys as they are."""
+    if shadow:
+        return {"evicted_at": replay_evicted_at(rollout), "rounding": RoundedView.of(rollout, shadow=True)}
+    return {"evicted_at": dense_evicted_at(attention_mask.bool()), "rounding": None}
 
 
 def token_sets(rollout: Rollout, is_read: Tensor) -> TokenSets | None:

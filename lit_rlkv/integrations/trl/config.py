@@ -57,6 +57,9 @@ class EvictingConfig:
     cache_protect_prompt: bool = field(
         default=False, metadata={"help": "Never evict keys of the prompt, nor count them in the budget."}
     )
+    cache_dtype: str | None = field(
+        default=None, metadata={"help": "int8, fp8 or int4 rounds keys and values; None: the model's dtype."}
+    )
     correction: str = field(default="shadow", metadata={"help": "shadow replays the evictions."})
     replay_routing: bool = field(
         default=False, metadata={"help": "The learner takes the experts of the sampler's routers."}
@@ -99,6 +102,7 @@ class EvictingConfig:
             sink=self.cache_sink,
             window=self.cache_window,
             protect_prompt=self.cache_protect_prompt,
+            dtype=self.cache_dtype,
         )
         if spec.is_trained:
             raise ValueError(
@@ -119,6 +123,7 @@ class EvictingGRPOConfig(EvictingConfig, GRPOConfig):  # type: ignore[misc]
         cache_sink: first tokens of a sequence that are never evicted.
         cache_window: latest tokens that are never evicted.
         cache_protect_prompt: never evict a key of the prompt; `cache_budget` then counts the others.
+        cache_dtype: "int8", "fp8" or "int4" rounds keys and values, which a learner that replays repeats.
         correction: "shadow": the learner replays the evictions of the rollout. Otherwise it sees every key,
             without a correction ("naive"), or with TRL's per-token loss times the importance weight min(ρ, 2)
             ("tis") or ρ inside [0.5, 2] and 0 outside ("mis"), ρ = π_old / sampler.

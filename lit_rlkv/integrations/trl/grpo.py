@@ -12,9 +12,9 @@ from trl import GRPOTrainer
 from lit_rlkv.integrations.trl.batches import (
     as_reference,
     causal_lm,
-    evictions,
     has_adapter,
     token_sets,
+    view_arguments,
     whole_rows,
 )
 from lit_rlkv.integrations.trl.config import CORRECTIONS, EvictingGRPOConfig
@@ -117,8 +117,8 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
                     causal_lm(model),
                     input_ids,
                     token_positions(attention_mask),
-                    evicted_at=evictions(rollout, attention_mask, shadow=shadow),
                     expert_ids=rollout.expert_ids,
+                    **view_arguments(rollout, attention_mask, shadow=shadow),
                 )
             return hidden[:, :-1][is_read]
 

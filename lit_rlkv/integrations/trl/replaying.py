@@ -18,10 +18,10 @@ from trl.trainer.utils import get_config_model_id, pad
 
 from lit_rlkv.integrations.trl.batches import (
     causal_lm,
-    evictions,
     replaced_states,
     rollout_of,
     token_sets,
+    view_arguments,
 )
 from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
@@ -39,6 +39,7 @@ from lit_rlkv.models.backbone import (
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.hydra import checkpoint_layers
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.models.rounded_view import record_in
 from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
@@ -206,11 +207,11 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         """
         is_read = labels[:, 1:] != -100
         sets = token_sets(rollout, is_read)
-        evicted_at = evictions(rollout, attention_mask, shadow=self._replays)
+        view = view_arguments(rollout, attention_mask, shadow=self._replays)
         positions, expert_ids = token_positions(attention_mask), rollout.expert_ids
         backbone = causal_lm(self.accelerator.unwrap_model(model))
         tokens, flat = labels[:, 1:][is_read], None
-        arguments = replay_arguments(backbone, evicted_at)
+        arguments = replay_arguments(backbone, **view)
         if optional_setting(text_config(backbone), "output_router_logits"):
             options.setdefault("output_router_logits", False)  # where TRL drops the auxiliary loss
         if options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
@@ -218,10 +219,13 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         elif not has_states(backbone):
             is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
-            flat = flat_tokens(input_ids, is_token, n_prompt, arguments["evicted_at"], expert_ids)
+            tables = (arguments["evicted_at"], expert_ids, record_in(view["rounding"]))
+            flat = flat_tokens(input_ids, is_token, n_prompt, *tables)
         if flat is not None:
             input_ids, positions = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
             expert_ids = None if expert_ids is None else flat.flatten_columns(expert_ids)
+            if "rounding" in arguments:
+                arguments["rounding"] = arguments["rounding"].flatten(flat)
         if expert_ids is not None and torch.is_grad_enabled() and backbone.is_gradient_checkpointing:
             checkpoint_layers(backbone)  # which recompute with the experts of their forward
         # With sets the log-probs are computed below, and TRL's head gets no position.

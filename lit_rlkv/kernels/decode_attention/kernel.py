@@ -14,6 +14,9 @@ softmax-weighted mean, peak and total, and a second kernel merges them in the or
 `n_splits` their number depends on the device and on shapes, the number of rows among them. There are no
 atomics, so results are deterministic.
 
+Codes of a rounded cache become numbers in the tile: code · scale, exactly as `kernels.rounding` says, in
+float32 and then in the dtype of the query. The bits of fp8 are read as integers, for GPUs without that type.
+
 A sink is a logit without a key: the running peak and total of the first split begin with it.
 
 Logits are in units of log 2, for exp2. Scratch: logits [pair, group, slot], outputs of the splits
@@ -28,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
-from lit_rlkv.kernels.decode_attention.launch import next_power_of_2, padded, plan, shared_block
+from lit_rlkv.kernels.decode_attention.launch import next_power_of_2, padded, plan, shared_block, value_dim
 from lit_rlkv.kernels.triton_functions import tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -67,14 +70,46 @@ def _write_received(
 
 @triton.jit
 @no_type_check
+def _load_tile(
+    vectors, scales, scale_slot, block, dims, is_slot, is_dim, like,
+    HALF: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Load the vectors at these places, [slot, dim], or what their codes stand for in the dtype of `like`.
+
+    HALF is half a vector, whose two halves share the bytes of int4.
+    """
+    is_read = is_slot[:, None] & is_dim[None, :]
+    tile = tl.load(vectors, mask=is_read, other=0, eviction_policy="evict_first")
+    if ROUNDING is not None:
+        scales += block * scale_slot
+        scale = tl.load(scales, mask=is_slot, other=0.0).to(tl.float32)[:, None]
+        codes = tile.to(tl.int32)
+        if ROUNDING == "int4":
+            zero = tl.load(scales + 1, mask=is_slot, other=0.0).to(tl.float32)[:, None]
+            number = tl.where(dims[None, :] < HALF, codes & 15, codes >> 4).to(tl.float32) * scale + zero
+        elif ROUNDING == "int8":
+            number = (codes - ((codes & 128) << 1)).to(tl.float32) * scale
+        else:
+            # 4 bits of exponent with bias 7, and 3 of mantissa, which count in 2^-9 without an exponent.
+            bits = codes & 127
+            size = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+            size = tl.where(bits < 8, bits.to(tl.float32) / 512, size)
+            number = tl.where(codes < 128, size, -size) * scale
+        tile = number.to(like.dtype)
+    return tile
+
+
+@triton.jit
+@no_type_check
 def _attend(
-    query, keys, values, n_live, sinks, out, logits, peaks, totals, received,
+    query, keys, values, key_scales, value_scales, n_live, sinks, out, logits, peaks, totals, received,
     query_row, query_kv, query_head, key_row, key_kv, key_slot, value_row, value_kv, value_slot,
+    key_scale_row, key_scale_kv, key_scale_slot, value_scale_row, value_scale_kv, value_scale_slot,
     n_live_row, received_row, received_kv, received_slot, logit_step, n_slots, scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK: tl.constexpr,
     N_SPLITS: tl.constexpr, ACCUMULATES: tl.constexpr, SHARED_HEADS: tl.constexpr,
-    SHARED_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr, PRECISION: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Write output, peak and total of one pair over one split, and `received` if there is one split.
 
@@ -100,8 +135,14 @@ def _attend(
     )
     keys += row * key_row + kv_head * key_kv + first.to(tl.int64) * key_slot
     values += row * value_row + kv_head * value_kv + first.to(tl.int64) * value_slot
-    key_tile = block[:, None] * key_slot + dims[None, :]
-    value_tile = block[:, None] * value_slot + dims_v[None, :]
+    if ROUNDING is not None:
+        key_scales += row * key_scale_row + kv_head * key_scale_kv + first.to(tl.int64) * key_scale_slot
+        value_scales += (
+            row * value_scale_row + kv_head * value_scale_kv + first.to(tl.int64) * value_scale_slot
+        )
+    is_packed: tl.constexpr = ROUNDING == "int4"
+    key_tile = block[:, None] * key_slot + (dims % (DIM // 2) if is_packed else dims)[None, :]
+    value_tile = block[:, None] * value_slot + (dims_v % (DIM_V // 2) if is_packed else dims_v)[None, :]
     if logits is not None:
         logits += pair * GROUP * logit_step
 
@@ -116,11 +157,8 @@ def _attend(
     for start in range(first, end, BLOCK):
         slots = start + block
         is_live = slots < end
-        k = tl.load(
-            keys + key_tile,
-            mask=is_live[:, None] & is_dim[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
+        k = _load_tile(
+            keys + key_tile, key_scales, key_scale_slot, block, dims, is_live, is_dim, q, DIM // 2, ROUNDING
         )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if softcap is not None:
@@ -133,16 +171,17 @@ def _attend(
         decay = tl.exp2(peak - new_peak)
         p = tl.exp2(s - new_peak[:, None])
         total = total * decay[:, None] + p
-        v = tl.load(
-            values + value_tile,
-            mask=is_live[:, None] & is_dim_v[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        v = _load_tile(
+            values + value_tile, value_scales, value_scale_slot, block, dims_v, is_live, is_dim_v, q,
+            DIM_V // 2, ROUNDING,
+        )  # fmt: skip
         mean = tl.dot(p.to(v.dtype), v, mean * decay[:, None], input_precision=PRECISION)
         peak = new_peak
         keys += BLOCK * key_slot
         values += BLOCK * value_slot
+        if ROUNDING is not None:
+            key_scales += BLOCK * key_scale_slot
+            value_scales += BLOCK * value_scale_slot
 
     summed = tl.sum(total, axis=1)
     mean = mean / tl.where(summed == 0.0, 1.0, summed)[:, None]
@@ -211,36 +250,40 @@ def _merge(
 @on_tensor_device
 def decode_attention(
     query, keys, values, n_live, scaling, *, softcap=None, sink=None, received=None, accumulates=False,
-    n_splits=None,
+    n_splits=None, rounding=None, scales=(),
 ):  # fmt: skip
     """Run `reference.decode_attention` in Triton."""
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
-    launch = plan(query, keys, values, n_splits)
+    scales = [with_unit_stride(tensor) for tensor in scales] or [None, None]
+    launch = plan(query, keys, values, n_splits, rounding)
     is_split = launch.n_splits > 1
     batch, n_kv_heads, group, dim = query.shape
-    n_pairs, n_slots, dim_v = batch * n_kv_heads, *values.shape[2:]
+    n_pairs, n_slots, dim_v = batch * n_kv_heads, values.shape[2], value_dim(values, rounding)
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=query.device)
 
-    out = torch.empty(batch, n_kv_heads, group, dim_v, dtype=values.dtype, device=query.device)
+    dtype = values.dtype if rounding is None else query.dtype
+    out = torch.empty(batch, n_kv_heads, group, dim_v, dtype=dtype, device=query.device)
     peaks, totals = scratch(n_pairs, launch.n_splits, group), scratch(n_pairs, launch.n_splits, group)
     means = scratch(n_pairs, launch.n_splits, group, dim_v) if is_split else out
     logit_step = triton.cdiv(n_slots, 16) * 16  # aligns rows of logits for vector loads
     sink = None if sink is None else sink.float().contiguous()
     logits = None if received is None else scratch(n_pairs, group, logit_step)
     received_strides = (0, 0, 0) if received is None else received.stride()
+    scale_strides = [step for each in scales for step in ((0, 0, 0) if each is None else each.stride()[:3])]
     places = (n_live.stride(0), *received_strides, logit_step, n_slots)
     sizes = {"KV_HEADS": n_kv_heads, "GROUP": group, "DIM_V": dim_v, "DIMS_V": padded(dim_v)}
     precision = "ieee" if query.dtype == torch.float32 else "tf32"  # float32 inputs without TF32
     sizes |= {"N_SPLITS": launch.n_splits, "SHARED_HEADS": next_power_of_2(group), "ACCUMULATES": accumulates}
     _attend[n_pairs, launch.n_splits](
-        query, keys, values, n_live, sink, means, logits, peaks, totals, None if is_split else received,
-        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *places,
+        query, keys, values, *scales, n_live, sink, means, logits, peaks, totals,
+        None if is_split else received,
+        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *scale_strides, *places,
         scaling * LOG2_E.value if softcap is None else scaling / softcap,
         None if softcap is None else softcap * LOG2_E.value,
         DIM=dim, HEADS=padded(group), DIMS=padded(dim), BLOCK=launch.block,
-        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision,
+        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision, ROUNDING=rounding,
         num_warps=launch.n_warps, num_stages=launch.n_stages, **sizes,
     )  # fmt: skip
     if is_split:

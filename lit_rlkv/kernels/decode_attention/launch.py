@@ -34,25 +34,35 @@ class Launch:
     n_warps: int
 
 
-def fits(query: Tensor, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> bool:
+def fits(
+    query: Tensor, keys: Tensor, values: Tensor, *args: object, rounding: str | None = None, **kwargs: object
+) -> bool:
     """Return True if one program can hold the query heads of a group on an L40S, A100 or H100.
 
     Takes the arguments of `decode_attention`. In 16 bit 128 heads of 256 dimensions fit.
     """
-    return _query_bytes(query, values) <= MAX_QUERY_BYTES
+    return _query_bytes(query, value_dim(values, rounding)) <= MAX_QUERY_BYTES
 
 
-def _query_bytes(query: Tensor, values: Tensor) -> int:
-    return padded(query.shape[2]) * _row_bytes(query, values)
+def value_dim(values: Tensor, rounding: str | None) -> int:
+    """Return the numbers of a value, of which int4 has two in a byte."""
+    return values.shape[3] * (2 if rounding == "int4" else 1)
 
 
-def _row_bytes(query: Tensor, values: Tensor) -> int:
-    return padded(max(query.shape[3], values.shape[3])) * query.element_size()
+def _query_bytes(query: Tensor, dim_v: int) -> int:
+    return padded(query.shape[2]) * _row_bytes(query, dim_v)
 
 
-def plan(query: Tensor, keys: Tensor, values: Tensor, n_splits: int | None = None) -> Launch:
+def _row_bytes(query: Tensor, dim_v: int) -> int:
+    return padded(max(query.shape[3], dim_v)) * query.element_size()
+
+
+def plan(
+    query: Tensor, keys: Tensor, values: Tensor, n_splits: int | None = None, rounding: str | None = None
+) -> Launch:
     """Return the launch sizes of a call of `decode_attention`; `n_splits` overrides the choice."""
     n_pairs, group, n_slots = query.shape[0] * query.shape[1], query.shape[2], keys.shape[2]
+    dim_v = value_dim(values, rounding)
     device = device_info(query.device)
     if n_splits is None:
         n_splits = choose_n_splits(n_pairs, n_slots, device.n_multiprocessors)
@@ -61,9 +71,9 @@ def plan(query: Tensor, keys: Tensor, values: Tensor, n_splits: int | None = Non
     # float32 products do not use tensor cores; with 4 warps their operands, or very many queries, spill.
     n_warps = 8 if query.dtype == torch.float32 or padded(group) > 64 else 4
     n_stages = 2 if is_crowded else 3 if is_wide or is_small else 4
-    if is_small and _query_bytes(query, values) >= MAX_QUERY_BYTES:
+    if is_small and _query_bytes(query, dim_v) >= MAX_QUERY_BYTES:
         n_stages = 1  # the rest of shared memory holds one block
-    most = BLOCK_BYTES // (2 if is_crowded else 1) // _row_bytes(query, values)
+    most = BLOCK_BYTES // (2 if is_crowded else 1) // _row_bytes(query, dim_v)
     return Launch(
         n_splits=n_splits,
         block=max(16, min(most, MAX_BLOCK, MAX_LOGITS * n_warps // padded(group))),

@@ -1,14 +1,18 @@
 """Definition of decode attention: one new token per sequence over the slot pool."""
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Shaped
 from torch import Tensor
+
+from lit_rlkv.kernels.rounding import dequantise
 
 
 def decode_attention(
     query: Float[Tensor, "batch kv_head group dim"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
+    keys: Shaped[Tensor, "batch kv_head slot _"],
+    values: Shaped[Tensor, "batch kv_head slot _"],
     n_live: Int[Tensor, " batch"],
     scaling: float,
     *,
@@ -17,6 +21,8 @@ def decode_attention(
     received: Float32[Tensor, "batch kv_head slot"] | None = None,
     accumulates: bool = False,
     n_splits: int | None = None,
+    rounding: str | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
     """Return softmax(q·kᵀ·scaling) v over the first `n_live` slots of each row; 0 for a row without any.
 
@@ -31,18 +37,25 @@ def decode_attention(
         accumulates: add to `received` instead of overwriting it; the newest key, in slot n_live - 1, starts
             from 0.
         n_splits: programs of the kernel that share the slots of a row and KV head, 1 to `launch.MAX_SPLITS`.
-            Rounding depends on it. None: more of them for fewer rows. The definition does not split.
+            Float error depends on it. None: more of them for fewer rows. The definition does not split.
+        rounding: `keys` and `values` are the codes of `kernels.rounding`; None: numbers.
+        scales: of the codes of keys and of values, [batch, kv_head, slot, scale].
     """
+    if rounding is not None:
+        keys, values = (
+            dequantise(*pool, rounding, query.dtype) for pool in zip((keys, values), scales, strict=True)
+        )
     slot = torch.arange(keys.shape[2], device=keys.device)
     is_unused = (slot >= n_live[:, None])[:, None]
-    logits = (query @ keys.transpose(-1, -2)).float() * scaling
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = (query @ keys.transpose(-1, -2)).to(wide) * scaling
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(is_unused[:, :, None], -torch.inf)
     if sink is None:
         probs = logits.softmax(-1)
     else:
-        own = sink.float()[None, :, :, None].expand(len(logits), -1, -1, 1)
+        own = sink.to(wide)[None, :, :, None].expand(len(logits), -1, -1, 1)
         probs = torch.cat([logits, own], dim=-1).softmax(-1)[..., :-1]
     # Already 0, except in a row without any key, whose softmax is NaN.
     probs = probs.masked_fill(is_unused[:, :, None], 0.0)

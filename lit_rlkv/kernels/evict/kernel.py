@@ -34,8 +34,8 @@ LINE_BYTES = 128
 N_WARPS = 4
 N_STAGES = 1
 """No pipelining: in place, a block must be stored before the next one is loaded."""
-WORDS = {2: torch.int16, 4: torch.int32}
-"""Numbers are moved as integers of their size."""
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Numbers, codes and scales are moved as integers of their size."""
 
 INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
@@ -183,11 +183,11 @@ def _move(
 @on_tensor_device
 def evict(
     scores, keys, values, columns, attention, evicted_at, is_due, now, first,
-    *, budget, sink, window, prompt_end=0,
+    *, budget, sink, window, prompt_end=0, scales=(),
 ):  # fmt: skip
     """Run `reference.evict` in Triton; the last dimension of tensors changed in place is contiguous."""
     check_budget(budget, scores)
-    vectors = {"keys": keys, "values": values}
+    vectors = {"keys": keys, "values": values, **{f"scales[{i}]": each for i, each in enumerate(scales)}}
     numbers = {"columns": columns, "evicted_at": evicted_at, "attention": attention}
     for name, tensor in (vectors | numbers).items():
         if tensor is not None and tensor.stride(-1) != 1:
@@ -209,16 +209,19 @@ def evict(
         num_warps=N_WARPS,
         num_stages=N_STAGES,
     )
-    key_words, value_words = (pool.view(WORDS[pool.element_size()]) for pool in (keys, values))
-    widest = triton.next_power_of_2(max(keys.shape[-1], values.shape[-1]))
-    dims = min(LINE_BYTES // keys.element_size(), widest)
-    n_key_parts = triton.cdiv(keys.shape[-1], dims)
-    n_parts = n_key_parts + triton.cdiv(values.shape[-1], dims)
-    _move[(batch * n_heads, n_parts)](
-        *(key_words, value_words, survivors, is_due, first, *keys.stride()[:3], *values.stride()[:3]),
-        *(n_heads, n_key_parts, keys.shape[-1], values.shape[-1], budget, most_kept, prompt_end),
-        DIMS=dims,
-        BLOCK=min(triton.next_power_of_2(most_kept), MOVE_BLOCK),
-        num_warps=N_WARPS,
-        num_stages=N_STAGES,
-    )
+    block = min(triton.next_power_of_2(most_kept), MOVE_BLOCK)
+    for pair in ((keys, values), tuple(scales)):
+        if not pair:
+            continue
+        words = [pool.view(WORDS[pool.element_size()]) for pool in pair]
+        sizes = [pool.shape[-1] for pool in pair]
+        dims = min(LINE_BYTES // pair[0].element_size(), triton.next_power_of_2(max(sizes)))
+        n_key_parts, n_value_parts = (triton.cdiv(size, dims) for size in sizes)
+        _move[(batch * n_heads, n_key_parts + n_value_parts)](
+            *(*words, survivors, is_due, first, *(step for pool in pair for step in pool.stride()[:3])),
+            *(n_heads, n_key_parts, *sizes, budget, most_kept, prompt_end),
+            DIMS=dims,
+            BLOCK=block,
+            num_warps=N_WARPS,
+            num_stages=N_STAGES,
+        )

@@ -1,15 +1,17 @@
 """Definition of an eviction: which keys are kept, and where they move."""
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 
 def evict(
     scores: Float[Tensor, "batch kv_head slot"],
-    keys: Float[Tensor, "batch kv_head slot dim"],
-    values: Float[Tensor, "batch kv_head slot dim_v"],
+    keys: Shaped[Tensor, "batch kv_head slot dim"],
+    values: Shaped[Tensor, "batch kv_head slot dim_v"],
     columns: Int[Tensor, "batch kv_head slot"],
     attention: Float[Tensor, "batch kv_head slot"] | None,
     evicted_at: Int[Tensor, "batch kv_head seq"],
@@ -21,6 +23,7 @@ def evict(
     sink: int,
     window: int,
     prompt_end: int = 0,
+    scales: Sequence[Tensor] = (),
 ) -> None:
     """Compact each due row of a pool to the `budget` keys of highest score, and record the evictions.
 
@@ -39,6 +42,8 @@ def evict(
         is_due: rows to compact.
         now: first column whose query no longer sees the evicted keys: the newest column + 1.
         first: column of the first token; lower ones are padding or unused slots, never kept nor recorded.
+        scales: those of keys and of values, [batch, kv_head, slot, scale], that move along where the pool
+            holds codes; none for numbers.
 
     Raises:
         ValueError: `budget` is above the number of slots.
@@ -51,8 +56,8 @@ def evict(
 
     evicted_at[rows] = record_evictions(evicted_at[rows], due_columns, is_kept, due_now, due_first)
     front = slice(kept.shape[2])
-    keys[rows, :, front] = take_slots(keys[rows], kept)
-    values[rows, :, front] = take_slots(values[rows], kept)
+    for pool in (keys, values, *scales):
+        pool[rows, :, front] = take_slots(pool[rows], kept)
     columns[rows, :, front] = columns[rows].gather(2, kept)
     if attention is not None:
         attention[rows, :, front] = attention[rows].gather(2, kept)
@@ -123,8 +128,8 @@ def due_rows(is_due: Bool[Tensor, " batch"]) -> Int[Tensor, " due"] | slice:
 
 
 def take_slots(
-    pool: Float[Tensor, "batch kv_head slot dim"], slots: Int[Tensor, "batch kv_head kept"]
-) -> Float[Tensor, "batch kv_head kept dim"]:
+    pool: Shaped[Tensor, "batch kv_head slot dim"], slots: Int[Tensor, "batch kv_head kept"]
+) -> Shaped[Tensor, "batch kv_head kept dim"]:
     """Return the vectors of the chosen slots; faster than `gather`, which moves single numbers."""
     n_pools, n_slots = pool.shape[0] * pool.shape[1], pool.shape[2]
     start = torch.arange(n_pools, device=pool.device).view(*pool.shape[:2], 1) * n_slots

@@ -1,0 +1,81 @@
+"""Numbers that sampler and learner round apart, and the gap of the replay with and without the record."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sampled import gap, sample
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv import CacheSpec, Rollout, replay_logps
+from lit_rlkv.kernels.rounding import dequantise, quantise, rounded
+from lit_rlkv.kvcache import slots
+from lit_rlkv.models import rounded_view
+
+Coded = tuple[Tensor, Tensor]
+"""Codes and scales."""
+
+
+@contextmanager
+def in_place_of(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, a module calls `function` by this name."""
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: int) -> dict[str, Any]:
+    """Return the gaps of three learners, and the shares of codes and scales that are not the sampler's.
+
+    `gap` is of the learner with the record of the codes, `by_itself` of one that rounds without it, and
+    `unrounded` of one that does not round.
+    """
+    sampled: list[Coded] = []
+    with in_place_of(slots, "quantise", _recording(sampled)):
+        rollout = sample(model, prompts, spec, n_tokens)
+    found: dict[str, Any] = {"n_response_tokens": int(rollout.response_mask.sum())}
+    if spec.dtype is None:
+        return found | {"gap": _gap(model, rollout)}
+    n_streams = 2 * model.config.num_hidden_layers  # keys and values of each layer
+    coded = [zip(*sampled[stream::n_streams], strict=True) for stream in range(n_streams)]
+    streams = [
+        dequantise(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
+    ]
+    found["record_bytes"], found["kv_bytes"] = rollout.record_bytes, rollout.kv_bytes
+    for name, learner in {"gap": rollout, "by_itself": replace(rollout, rounding_record=None)}.items():
+        numbers: list[Tensor] = []
+        with in_place_of(rounded_view, "rounded", _listening(numbers)):
+            found[name] = _gap(model, learner)
+        moved = [(a != b).float().mean().item() for a, b in zip(streams, numbers, strict=True)]
+        found[f"{name}_moved"] = sum(moved) / len(moved)
+        found[f"{name}_moved_by_layer"] = [
+            round(sum(moved[i : i + 2]) / 2, 7) for i in range(0, n_streams, 2)
+        ]
+    return found | {"unrounded": _gap(model, replace(rollout, cache_dtype=None))}
+
+
+@torch.no_grad()
+def _gap(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
+    return gap(replay_logps(model, rollout), rollout)
+
+
+def _recording(calls: list[Coded]) -> Callable[[Tensor, str], Coded]:
+    def quantise_and_record(vectors: Tensor, rounding: str) -> Coded:
+        calls.append(quantise(vectors, rounding))
+        return calls[-1]
+
+    return quantise_and_record
+
+
+def _listening(numbers: list[Tensor]) -> Callable[..., Tensor]:
+    def round_and_record(*arguments: Any) -> Tensor:
+        numbers.append(rounded(*arguments))
+        return numbers[-1]
+
+    return round_and_record

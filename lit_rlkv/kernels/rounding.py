@@ -1,0 +1,166 @@
+"""Rounding of keys and values: codes of 8 or 4 bits, with one scale for each vector."""
+
+from typing import Any
+
+import torch
+from jaxtyping import BFloat16, Float, UInt8
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}
+ROUNDINGS = tuple(LARGEST_CODE)
+SCALE_DTYPE = torch.bfloat16
+"""8 bits of precision: a code times a scale is exact in float32, so that all kernels agree on it bit by bit.
+It has the range of float32, and is the same in sampler and learner unless float error crosses one of its
+roundings, which happens to a vector more rarely than to one of its codes."""
+
+
+SAME_SCALE = {"int8": 1 / 64, "fp8": 1 / 16, "int4": 1 / 12}
+SAME_ZERO = 0.6
+"""Most that errors below half a step change a scale, relative to it, and a zero point, in steps."""
+
+
+def quantise(
+    vectors: Float[Tensor, "*lead dim"], rounding: str
+) -> tuple[UInt8[Tensor, "*lead byte"], BFloat16[Tensor, "*lead scale"]]:
+    """Return the codes of each vector as bytes, and its scale; with int4 also its zero point.
+
+    int8: round(x / scale), with scale = max |x| / 127
+    fp8: x / scale as an e4m3 float, with scale = max |x| / 448
+    int4: round((x - zero) / scale), with scale = (max x - min x) / 15 and zero = min x; byte j has number j
+    in its lower half and number j + dim/2 in its upper one
+
+    Raises:
+        ValueError: int4 is to put an odd number of codes in bytes.
+    """
+    wide, most = vectors.float(), LARGEST_CODE[rounding]
+    if rounding == "int4":
+        if vectors.shape[-1] % 2:
+            raise ValueError(
+                f"cache.dtype=int4 puts two codes in a byte, and heads have {vectors.shape[-1]} dimensions; "
+                "use int8 or fp8"
+            )
+        zero = wide.amin(-1, keepdim=True).to(SCALE_DTYPE)
+        wide = wide - zero
+        scale = (wide.amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
+        codes = _divided(wide, scale).round().clamp(0, most).to(torch.uint8)
+        low, high = codes.chunk(2, dim=-1)
+        return low | high << 4, torch.cat([scale, zero], dim=-1)
+    scale = (wide.abs().amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
+    codes = _divided(wide, scale)
+    if rounding == "int8":
+        codes = codes.round()
+    codes = codes.clamp(-most, most)
+    return codes.to(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def _divided(wide: Tensor, scale: Tensor) -> Tensor:
+    """Return wide / scale; anything finite where the scale is 0, which the codes are multiplied by."""
+    return wide / scale.float().masked_fill(scale == 0, 1.0)
+
+
+def dequantise(
+    codes: UInt8[Tensor, "*lead byte"],
+    scales: BFloat16[Tensor, "*lead scale"],
+    rounding: str,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*lead dim"]:
+    """Return code · scale, with int4 + zero, in float32 and then in `dtype`."""
+    scale = scales[..., :1].float()
+    if rounding == "int4":
+        return (_each(codes, rounding).float() * scale + scales[..., 1:].float()).to(dtype)
+    numbers = codes.view(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).float()
+    return (numbers * scale).to(dtype)
+
+
+def record_of(
+    codes: UInt8[Tensor, "*lead byte"], scales: BFloat16[Tensor, "*lead scale"], rounding: str
+) -> UInt8[Tensor, "*lead record"]:
+    """Return what tells the codes of a vector apart from their neighbours: their last bits, and the scale."""
+    bits = _each(codes, rounding) & 1
+    bits = F.pad(bits, (0, -bits.shape[-1] % 8))
+    bits = bits.view(*bits.shape[:-1], -1, 8)
+    packed = (bits << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return torch.cat([packed, scales.view(torch.uint8)], dim=-1)
+
+
+def rounded(
+    vectors: Float[Tensor, "*lead dim"], rounding: str, record: UInt8[Tensor, "*lead record"] | None = None
+) -> Float[Tensor, "*lead dim"]:
+    """Return the vectors as a rounded cache gives them back; their gradient goes straight through.
+
+    Args:
+        record: `record_of` the sampler's codes. The result is then theirs, in spite of any error of the
+            vectors below half a step, and within a step of any vector. One whose scale is another, as of
+            other weights, is rounded by itself. None: all are.
+    """
+    out: Tensor = _Rounded.apply(vectors, rounding, record)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rounded(torch.autograd.Function):
+    """Not x + (r - x).detach(), which is not r in 16 bit."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, rounding: str, record: Tensor | None) -> Tensor:
+        codes, scales = quantise(vectors, rounding)
+        own = dequantise(codes, scales, rounding, vectors.dtype)
+        return own if record is None else _by_record(vectors, own, scales.float(), rounding, record)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream, None, None
+
+
+def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, rounding: str, record: Tensor) -> Tensor:
+    """Return the nearest numbers whose codes have the recorded last bits; `own` if the scale is another."""
+    dim, n_scales = vectors.shape[-1], 2 if rounding == "int4" else 1
+    packed, scale_bytes = record[..., : -(-dim // 8)], record[..., -SCALE_DTYPE.itemsize * n_scales :]
+    bits = (packed[..., None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1).flatten(-2)
+    scales = scale_bytes.contiguous().view(SCALE_DTYPE).float()
+    wide = vectors.float() - (scales[..., 1:] if rounding == "int4" else 0.0)
+    place = _divided(wide, scales[..., :1])
+    least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[rounding]
+    if rounding == "fp8":  # ordered by their size, of which the sign is taken apart
+        code = place.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
+        number = torch.where(code < 128, code, 128 - code)
+    else:
+        number = place.round().clamp(least, most).int()
+    # The neighbour on the side of the vector, which is the nearest one with the other last bit.
+    step = torch.where(place >= _values(number, rounding), 1, -1)
+    moved = torch.where((number + step < least) | (number + step > most), number - step, number + step)
+    number = torch.where((number & 1) == bits[..., :dim], number, moved)
+    values = _values(number, rounding) * scales[..., :1]
+    values = values + scales[..., 1:] if rounding == "int4" else values
+    error = (own_scales - scales).abs() / scales[..., :1]
+    is_same = error[..., :1] <= SAME_SCALE[rounding]
+    if rounding == "int4":
+        is_same &= error[..., 1:] <= SAME_ZERO
+    return torch.where(is_same, values.to(vectors.dtype), own)
+
+
+def _values(numbers: Tensor, rounding: str) -> Tensor:
+    """Return what the codes of these numbers stand for, without the scale."""
+    if rounding != "fp8":
+        return numbers.float()
+    return torch.where(numbers < 0, 128 - numbers, numbers).to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _each(codes: Tensor, rounding: str) -> Tensor:
+    """Return the code of each number in a byte of its own."""
+    return torch.cat([codes & 15, codes >> 4], dim=-1) if rounding == "int4" else codes
+
+
+def rounded_bytes(dim: int, rounding: str | None, dtype: torch.dtype) -> int:
+    """Return the bytes of a vector in a cache of this rounding, its scale included."""
+    if rounding is None:
+        return dim * dtype.itemsize
+    n_codes, n_scales = (dim // 2, 2) if rounding == "int4" else (dim, 1)
+    return n_codes + n_scales * SCALE_DTYPE.itemsize
+
+
+def record_bytes(dim: int, rounding: str) -> int:
+    """Return the bytes of a vector's `record_of`."""
+    return -(-dim // 8) + SCALE_DTYPE.itemsize * (2 if rounding == "int4" else 1)

@@ -1,0 +1,161 @@
+"""Rounded keys and values: the learner replays what the sampler's cache held, code by code.
+
+The record of the codes makes it exact in float32. In float64 it is exact without the record, too, because no
+float error moves a number to another code: so the learner rounds as the sampler does, number by number.
+"""
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kernels.rounding import ROUNDINGS, rounded_bytes
+from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.rollout import generate
+from lit_rlkv.types import Rollout
+from tests.invariants.test_given_tokens import converse
+from tests.models import test_hybrids, test_sliding_windows
+from tests.models_zoo import FAMILIES, HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
+from tests.tiers import diagonal, every_nth
+
+TOLERANCE = 2e-6
+"""Log-probs are kept in float32, whose rounding at 10 nats is 1e-6."""
+FLOAT32_TOLERANCE = 1e-4
+NOTICED = 1e-3
+"""Gap of a learner that rounds in another way, at least."""
+LENS = (14, 9, 4, 1)
+CROSS = diagonal(["dense", *POLICIES], ROUNDINGS)
+
+
+def spec_of(policy: str, dtype: str | None) -> CacheSpec:
+    return CacheSpec(policy, budget=8, interval=3, sink=1, window=3, dtype=dtype)
+
+
+@cache
+def in_double(family: str = "qwen3") -> PreTrainedModel:
+    return copy.deepcopy(tiny_model(family)).double()
+
+
+def roll_out(model: PreTrainedModel, spec: CacheSpec, **options: Any) -> Rollout:
+    settings: dict[str, Any] = {"max_new_tokens": 18, "eos_token_id": 5, "pad_token_id": PAD} | options
+    generator = torch.Generator().manual_seed(0)
+    return generate(model, *ragged_prompts(LENS), cache=spec, generator=generator, **settings)
+
+
+@torch.no_grad()
+def gaps(model: PreTrainedModel, rollout: Rollout, **options: Any) -> Tensor:
+    """Differences of the learner's log-probs of response tokens from the sampler's."""
+    found = replay_logps(model, rollout, **options) - rollout.rollout_logps
+    return found[rollout.response_mask].abs()
+
+
+def gap(model: PreTrainedModel, rollout: Rollout, **options: Any) -> float:
+    return float(gaps(model, rollout, **options).max())
+
+
+def by_itself(rollout: Rollout) -> Rollout:
+    """The rollout for a learner that rounds without the record of the codes."""
+    return replace(rollout, rounding_record=None)
+
+
+@pytest.mark.parametrize(("policy", "dtype"), CROSS)
+def test_the_learner_replays_rounded_keys_and_values_exactly(policy: str, dtype: str):
+    rollout = roll_out(in_double(), spec_of(policy, dtype))
+    assert rollout.cache_dtype == dtype
+    assert gap(in_double(), rollout) < TOLERANCE
+    assert gap(in_double(), rollout.rows(torch.tensor([2, 0]))) < TOLERANCE
+    assert gap(in_double(), by_itself(rollout)) < TOLERANCE
+    for other in {None, *ROUNDINGS} - {dtype}:
+        assert gap(in_double(), replace(by_itself(rollout), cache_dtype=other)) > NOTICED, other
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_a_dense_learner_does_not_round(dtype: str):
+    rollout = roll_out(in_double(), spec_of("dense", dtype))
+    assert gap(in_double(), rollout, shadow=False) == gap(in_double(), replace(rollout, cache_dtype=None))
+
+
+@pytest.mark.parametrize("family", every_nth(3, FAMILIES))
+def test_every_family_rounds(family: str):
+    for dtype in ROUNDINGS:
+        assert gap(in_double(family), roll_out(in_double(family), spec_of("h2o", dtype))) < TOLERANCE
+
+
+@pytest.mark.parametrize(("policy", "dtype"), CROSS)
+def test_chunks_turns_and_samples_that_share_a_prompt_take_the_codes_along(policy: str, dtype: str):
+    spec, model = spec_of(policy, dtype), in_double()
+    options = {"prefill_chunk": 4, "num_return_sequences": 2, "max_rows": 3}
+    assert gap(model, roll_out(model, spec, **options)) < TOLERANCE
+    rollout = replace(converse(model, spec, 4), cache_dtype=dtype)
+    assert gap(model, rollout) < TOLERANCE
+    assert gap(model, by_itself(rollout)) < TOLERANCE
+    assert gap(model, replace(rollout, cache_dtype=None)) > NOTICED
+
+
+@pytest.mark.parametrize(("dtype", "family"), diagonal(ROUNDINGS, test_sliding_windows.CASES))
+def test_rings_of_windows_hold_codes(family: str, dtype: str):
+    model = test_sliding_windows.windowed(family)
+    if family in test_sliding_windows.OTHERS:
+        model.set_experts_implementation("eager")  # the default has no double precision
+    model = prepare_backbone(model.double())
+    for options in ({}, {"prefill_chunk": 4}):
+        rollout = roll_out(model, spec_of("h2o", dtype), max_new_tokens=40, **options)
+        assert gap(model, rollout) < TOLERANCE
+        assert gap(model, replace(rollout, cache_dtype=None)) > NOTICED
+
+
+@pytest.mark.parametrize(("dtype", "name"), diagonal(ROUNDINGS, test_hybrids.CONFIGS))
+def test_states_beside_the_keys_are_not_rounded(name: str, dtype: str):
+    model = prepare_backbone(test_hybrids.hybrid(name))
+    rollout = roll_out(model, spec_of("h2o", dtype))
+    assert gap(model, rollout) < FLOAT32_TOLERANCE
+    assert gap(model, replace(rollout, cache_dtype=None)) > 5 * FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_codes_follow_a_dense_cache_that_grows(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 3)
+    rollout = roll_out(in_double(), spec_of("dense", dtype), max_new_tokens=30)
+    assert gap(in_double(), rollout) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: str):
+    torch.manual_seed(0)
+    model = prepare_backbone(build(tiny_config("qwen3", num_hidden_layers=6)))
+    rollout = roll_out(model, spec_of("h2o", dtype), eos_token_id=None, max_new_tokens=40)
+    learner = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in learner.parameters():
+        parameter.data.mul_(1 + 1e-5 * torch.randn(parameter.shape, generator=generator))
+    assert gap(model, rollout) < 1e-5
+    assert gap(learner, rollout) < 1e-4
+    assert gap(learner, by_itself(rollout)) > 2e-3
+    wrong = replace(rollout, rounding_record=rollout.rounding_record.roll(1, dims=-1))
+    assert gap(model, wrong) > 2e-3
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_the_bytes_are_those_of_codes_and_scales(dtype: str):
+    rollout = roll_out(tiny_model("qwen3"), spec_of("snapkv", dtype))
+    vector = rounded_bytes(HEAD_DIM, dtype, torch.float32)
+    assert rollout.kv_bytes == 2 * LAYERS * len(LENS) * 2 * (8 + 3) * vector
+    whole = roll_out(tiny_model("qwen3"), spec_of("snapkv", None))
+    assert rollout.kv_bytes < whole.kv_bytes / 2
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_gradients_are_those_of_attention_at_the_rounded_numbers(dtype: str):
+    model = copy.deepcopy(in_double())
+    rollout = roll_out(model, spec_of("h2o", dtype))
+    (replay_logps(model, rollout) * rollout.response_mask).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    key = next(p for name, p in model.named_parameters() if name.endswith("k_proj.weight"))
+    assert key.grad is not None
+    assert key.grad.abs().max() > 0

@@ -1,0 +1,146 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_rlkv.kernels.rounding import (
+    ROUNDINGS,
+    dequantise,
+    quantise,
+    record_bytes,
+    record_of,
+    rounded,
+    rounded_bytes,
+)
+
+STEPS: dict[str, float] = {"int8": 1 / 127, "fp8": 2.0**-3, "int4": 2 / 15}
+"""Distance of neighbouring numbers at most, relative to the largest one of a vector."""
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def test_int8_matches_hand_arithmetic():
+    # scale = 127 / 127 = 1; 2.4 and -2.6 round to 2 and -3
+    codes, scales = quantise(torch.tensor([127.0, 2.4, -2.6, 0.0]), "int8")
+    assert codes.view(torch.int8).tolist() == [127, 2, -3, 0]
+    assert scales.tolist() == [1.0]
+
+
+def test_fp8_matches_hand_arithmetic():
+    # scale = 448 / 448 = 1; in e4m3 the neighbours of 3.1 are 3 and 3.25, those of 0.003 are 2^-9 and 2^-8
+    x = rounded(torch.tensor([-448.0, 3.1, 0.003]), "fp8")
+    assert x.tolist() == [-448.0, 3.0, 2.0**-8]
+
+
+def test_int4_matches_hand_arithmetic():
+    # zero = -5, scale = (10 + 5) / 15 = 1; codes are x + 5, and 0.4 + 5 rounds to 5
+    codes, scales = quantise(torch.tensor([-5.0, 10.0, 0.4, 4.0]), "int4")
+    assert codes.tolist() == [0 | 5 << 4, 15 | 9 << 4]  # number j with number j + 2
+    assert scales.tolist() == [1.0, -5.0]
+    assert dequantise(codes, scales, "int4", torch.float32).tolist() == [-5.0, 10.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_no_number_moves_further_than_half_a_step(rounding: str, dtype: torch.dtype):
+    x = draw(200, 64, dtype=dtype)
+    error = (rounded(x, rounding).double() - x.double()).abs().amax(-1)
+    largest = x.double().abs().amax(-1)
+    # A scale in bfloat16 is off by 2^-9 of itself, and so is a result in a 16-bit dtype.
+    assert (error <= (STEPS[rounding] / 2 + 2.0**-8) * largest).all()
+    assert error.max() > STEPS[rounding] / 8 * largest.min()  # and some do move
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_vector_is_rounded_alone_whatever_stands_beside_it(rounding: str):
+    x = draw(3, 2, 5, 16) * torch.logspace(-6, 6, 5)[:, None]
+    assert torch.equal(rounded(x, rounding)[1, :, 3], rounded(x[1, :, 3], rounding))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_products_with_the_scale_are_exact_in_float32(rounding: str):
+    codes, scales = quantise(draw(50, 32), rounding)
+    exact = dequantise(codes, scales, rounding, torch.float64)
+    scale = scales[..., :1].double()
+    numbers = (exact - (scales[..., 1:].double() if rounding == "int4" else 0)) / scale
+    if rounding == "fp8":
+        assert torch.equal(numbers, numbers.float().to(torch.float8_e4m3fn).double())
+    if rounding == "int8":
+        assert torch.equal(numbers, numbers.round())
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -2.5e-30])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_vector_of_equal_numbers_stays_finite(rounding: str, value: float):
+    x = torch.full((8,), value)
+    torch.testing.assert_close(rounded(x, rounding), x, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_number_that_is_not_finite_shows(rounding: str, bad: float):
+    x = torch.ones(2, 8)
+    x[0, 3] = bad
+    assert not rounded(x, rounding)[0].isfinite().all()
+    assert rounded(x, rounding)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_gradients_go_straight_through(rounding: str):
+    x = draw(4, 8).requires_grad_()
+    weight = draw(4, 8)
+    (rounded(x, rounding) * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+@pytest.mark.parametrize("dim", [64, 20])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_record_gives_the_codes_back_after_float_error(rounding: str, dim: int):
+    x = draw(500, dim)
+    codes, scales = quantise(x, rounding)
+    record = record_of(codes, scales, rounding)
+    assert record.shape[-1] == record_bytes(dim, rounding)
+    expected = dequantise(codes, scales, rounding, torch.float32)
+    assert torch.equal(rounded(x, rounding, record), expected)
+    moved = x + 1e-6 * draw(dim, 500).T
+    assert torch.equal(rounded(moved, rounding, record), expected)
+    assert not torch.equal(rounded(x, rounding, record.roll(1, dims=0)), expected)
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_the_record_bears_errors_below_half_a_step(rounding: str):
+    x = draw(500, 64)
+    codes, scales = quantise(x, rounding)
+    step = scales[..., :1].float()
+    expected = dequantise(codes, scales, rounding, torch.float32)
+    for share, is_right in ((0.49, True), (0.7, False)):
+        moved = x + share * step * draw(64, 500).T.sign()
+        found = rounded(moved, rounding, record_of(codes, scales, rounding))
+        assert torch.equal(found, expected) == is_right
+        assert not torch.equal(rounded(moved, rounding), expected)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_bytes_are_those_of_codes_and_scales(rounding: str):
+    codes, scales = quantise(draw(1, 64), rounding)
+    assert codes.nbytes + scales.nbytes == rounded_bytes(64, rounding, torch.bfloat16)
+    assert rounded_bytes(64, None, torch.bfloat16) == 128
+
+
+def test_an_odd_number_of_dimensions_is_refused_in_four_bits():
+    with pytest.raises(ValueError, match=r"cache\.dtype=int4 .* heads have 7 dimensions; use int8 or fp8"):
+        quantise(draw(7), "int4")
+    assert rounded(draw(7), "int8").shape == (7,)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_vector_of_other_weights_is_rounded_by_itself(rounding: str):
+    x = draw(200, 64)
+    record = record_of(*quantise(x, rounding), rounding)
+    assert torch.equal(rounded(1.5 * x, rounding, record), rounded(1.5 * x, rounding))
+    other = draw(64, 200).T.contiguous()
+    step = (other.amax(-1) - other.amin(-1)).max() * STEPS[rounding]
+    assert (rounded(other, rounding, record) - other).abs().max() <= 2.5 * step
