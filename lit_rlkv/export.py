@@ -56,7 +56,7 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
     _check_target(folder, asked.overwrite)
     if asked.push_to is not None:
         api = api or HfApi()
-        check_upload(asked.push_to, api)
+        check_upload(asked.push_to, asked.private, api)
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
     cfg = check_run(run)

@@ -114,11 +114,8 @@ def test_no_operation_forgets_a_part_of_a_rollout():
     values = {one.name: getattr(make_rollout(**changes), one.name) for one in fields(Rollout)}
     rollout = WithOneMore(**values, one_more=torch.arange(30).view(3, 2, 5))  # type: ignore[arg-type]
     parts, rows = parts_of(rollout), torch.tensor([2, 0])
-    assert parts.keys() == {one.name for one in fields(WithOneMore)} - {
-        "kv_bytes",
-        "temperature",
-        "cache_dtype",
-    }
+    settings = {"kv_bytes", "temperature", "cache_dtype"}
+    assert parts.keys() == {one.name for one in fields(WithOneMore)} - settings
     optional = {one.name for one in fields(WithOneMore) if one.default is None} - {"cache_dtype"}
     assert rollout.record_bytes.keys() == optional | {"evicted_at"}
     assert all(getattr(rollout.without_records(), name) is None for name in optional)

@@ -189,10 +189,7 @@ class ReferenceSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """Problems of a dataset drawn by their success rates p, with weights p (1 − p) + floor.
-
-    arXiv:2504.03380 says why: a group that is all right or all wrong has no gradient.
-    """
+    """Problems of a dataset drawn by success rates p, with weights p (1 − p) + floor (arXiv:2504.03380)."""
 
     decay: Number | None = option(
         None,

@@ -172,8 +172,8 @@ class CacheSpec:
         numbers = () if isinstance(profile, str) else profile
         if n_layers == 0 or len(numbers) != n_layers:
             raise ValueError(
-                f"cache.budget_profile={profile} is of the model's layers without a window, which are "
-                f"{n_layers}; give a number for each, or null"
+                f"cache.budget_profile={profile} must have a number for each layer without a window, and the "
+                f"model has {n_layers}; change it, or use null"
             )
         found = _divided(self.budget * n_layers, numbers)
         if min(found) < least:

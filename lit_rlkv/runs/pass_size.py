@@ -108,7 +108,7 @@ def _least(context: RunContext, number: int) -> int:
 def free_memory(context: RunContext, module: nn.Module) -> int:
     """Return the bytes of this process's share of the device, less weights, gradients and two moments.
 
-    A teacher on the device is of the weights.
+    The weights of a teacher on the device are subtracted, too.
     """
     device, n_ranks = context.fabric.device, context.fabric.world_size
     if device.type == "cuda":

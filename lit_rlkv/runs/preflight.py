@@ -20,7 +20,7 @@ from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.budget_control import BudgetController
-from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule
+from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule, accuracy_component
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
@@ -28,6 +28,7 @@ from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
 from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 from lit_rlkv.rewards import RewardFunction
+from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.tasks import FiniteTask, Task
 from lit_rlkv.tasks.json_rows import reading_progress
 
@@ -335,7 +336,7 @@ def _check_curriculum(cfg: CheckedConfig) -> None:
         "problem anew; use a dataset, such as task=jsonl, or null",
     )
     require(
-        cfg.reward.accuracy is not None or task.is_verifiable,
+        accuracy_component(cfg.reward) != EXACT_MATCH or task.is_verifiable,
         f"algorithm.curriculum.decay={decay} needs the success of a response, and {task} cannot verify "
         "answers; set reward.accuracy to a function that can, or use null",
     )
