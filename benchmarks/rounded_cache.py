@@ -7,7 +7,8 @@
 benchmarks/pretrained.py, for each `cache.dtype` with all keys and at the budgets that fit in the bytes of 16,
 32, 64 and 128 keys in 16 bit. The model computes in float32; a cache that rounds nothing is counted as 16
 bit. *replay*: a rollout of text, and the gap of its replay by the learner, by one without the record of the
-codes, and by one that does not round. *schemes*: the KL of rounding with and without a zero point, over text
+codes, and by one that does not round. *drift*: the error of vectors that moved since their codes were
+recorded, without a model. *schemes*: the KL of rounding with and without a zero point, over text
 with all keys. Each cell is a row of benchmarks/results/rounded_cache.jsonl; started again, it measures what
 is missing.
 """
@@ -29,12 +30,13 @@ from pretrained import MODEL, ROOT, model_folder
 from pretrained_parts.answers import Answers, timed
 from pretrained_parts.rollouts import Models
 from replay_gap import TEXTS
-from rounded_parts import replay, report, schemes
+from rounded_parts import drift, replay, report, schemes
 from rounded_parts.answers import DTYPES, SIZES, cells
 from time_limit import TimeLimit
 from torch import Tensor
 
 from lit_rlkv import CacheSpec
+from lit_rlkv.kernels.rounding import ROUNDINGS
 
 NAME = "rounded_cache"
 FIGURE = ROOT / "docs" / "results" / "pictures" / "rounded_cache.png"
@@ -71,13 +73,18 @@ def replay_cells(models: Models, model: str) -> Cells:
         yield cell, partial(replay.measure, getattr(models, precision), ids, spec, NEW)
 
 
+def drift_cells(models: Models, model: str) -> Cells:
+    for dtype, steps in product(ROUNDINGS, drift.STEPS):
+        yield {"block": "drift", "dtype": dtype, "steps": steps}, partial(drift.measure, dtype, steps)
+
+
 def answer_cells(models: Models, model: str) -> Cells:
     answers = Answers(models.float32, models.tokenizer, SIZES.history_tokens)
     for cell in cells():
         yield cell.described(model), partial(timed, answers.measure, cell)
 
 
-MAKERS = {"schemes": scheme_cells, "replay": replay_cells, "answers": answer_cells}
+MAKERS = {"schemes": scheme_cells, "replay": replay_cells, "drift": drift_cells, "answers": answer_cells}
 
 
 def main() -> None:

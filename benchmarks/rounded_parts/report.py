@@ -42,6 +42,9 @@ def line(row: Row) -> str:
         gap, moved = row["gap"], f", by itself {row['by_itself']['mean']:.1e}" if cell["dtype"] else ""
         name = f"replay {cell['precision']} {cell['policy']} {name_of(cell['dtype'])}"
         return f"{name}: gap mean {gap['mean']:.1e} max {gap['max']:.1e}{moved}"
+    if cell["block"] == "drift":
+        errors = f"{row['by_itself']:.2f} by itself, {row['by_record']:.2f} by the record"
+        return f"{cell['dtype']}, moved by {cell['steps']} steps: error {errors}"
     group = Group((row,))
     return (
         f"{cell['block']} {cell['policy']} {name_of(cell['dtype'])} {cell['budget'] or 'all'}: "
@@ -75,7 +78,7 @@ def tables(rows: Sequence[Row]) -> str:
         *("by itself: mean", "max", "numbers apart", "not rounding: mean", "max"),
     ]
     body = [_replay_cells(row) for row in rows if row["cell"]["block"] == "replay"]
-    parts += [line(row) for row in rows if row["cell"]["block"] == "schemes"]
+    parts += [line(row) for row in rows if row["cell"]["block"] in ("schemes", "drift")]
     return "\n".join(
         [*parts, "replay: |log-prob of the learner - of the sampler|", text_table(headings, body)]
     )

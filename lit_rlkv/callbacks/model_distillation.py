@@ -17,7 +17,6 @@ from lit_rlkv.objectives.distillation import distillation_kl
 from lit_rlkv.types import TrainBatch
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEVICES = ("cpu",)
 
 
 class ModelDistillation(RLCallback):
@@ -32,7 +31,6 @@ class ModelDistillation(RLCallback):
         weight: of the KL, in nats per response token.
         reverse: True for KL(π ‖ teacher), False for KL(teacher ‖ π).
         dtype: of the teacher's weights; None: that of the run.
-        device: "cpu" keeps the teacher off the GPU; None: the run's device.
 
     Raises:
         ValueError: an option is out of its range.
@@ -42,22 +40,15 @@ class ModelDistillation(RLCallback):
     """Set by the run once it is loaded."""
 
     def __init__(
-        self,
-        model: str,
-        weight: float | int = 1.0,
-        reverse: bool = True,
-        dtype: str | None = None,
-        device: str | None = None,
+        self, model: str, weight: float | int = 1.0, reverse: bool = True, dtype: str | None = None
     ) -> None:
         Range(above=0).check("distillation.weight", weight)
-        for name, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
-            if value not in (None, *known):
-                raise ValueError(f"distillation.{name} must be null or {', '.join(known)}, got {value!r}")
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"distillation.dtype must be null or {', '.join(DTYPES)}, got {dtype!r}")
         self.model = model
         self.weight = weight
         self.reverse = reverse
         self.dtype = dtype
-        self.device = device
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
@@ -66,13 +57,13 @@ class ModelDistillation(RLCallback):
         backbone = module.roles.backbone("policy")
         vocab_size = text_config(backbone).vocab_size
         # Routers of another architecture take no experts of the sampler's.
-        rollout = replace(batch.rollout, expert_ids=None).to(self.teacher.device)
+        rollout = replace(batch.rollout, expert_ids=None)
         with torch.no_grad():
             hidden = response_hidden(self.teacher, rollout, shadow=False)
 
         def teacher_logits(hidden: Float[Tensor, "token dim"]) -> Float[Tensor, "token vocab"]:
             """Return the logits of the policy's vocabulary; the teacher's may end in more padding."""
-            return head_logits(self.teacher, hidden)[:, :vocab_size].to(outputs.hidden.device)
+            return head_logits(self.teacher, hidden)[:, :vocab_size]
 
         mean_kl = distillation_kl(
             hidden,

@@ -27,6 +27,7 @@ SETTINGS = {
     "correction; rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
+    "numbers of a layer's codes": "cache.budget, rollout.max_rows",
     "logits of a step": "rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",
     "latest queries": "cache.window, rollout.max_rows",
@@ -71,6 +72,8 @@ def rollout_needs(
     if cache.dtype is not None:
         n_bytes = 2 * record_bytes(dim, cache.dtype)
         needs["record of codes"] = n_layers * (n_rows + n_responses) * n_heads * n_columns * n_bytes
+        most_slots = max(cache.n_slots(n_columns, n_prompt_columns, n) for n in (*budgets, None))
+        needs["numbers of a layer's codes"] = 2 * most_slots * n_rows * n_heads * dim * itemsize
     if settings.replay_routing:
         routers = routers_of(model)
         n_experts = len(routers) * max(router.k for router in routers)

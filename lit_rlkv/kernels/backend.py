@@ -15,8 +15,7 @@ Output = TypeVar("Output")
 Attention = TypeVar("Attention", bound=Callable[..., Any])
 
 KERNELS = ("auto", "reference", "triton")
-TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
-"""Of numbers, and of the codes that an eviction moves."""
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _chosen = "auto"
 """The choice of the process, not of a thread, because autograd runs backward passes in its own threads."""
@@ -43,12 +42,19 @@ def use_kernels(kernels: str) -> Iterator[None]:
         set_kernels(before)
 
 
-def uses_triton(tensor: Tensor, kernels: str | None = None, *, fits: bool = True) -> bool:
+def uses_triton(
+    tensor: Tensor,
+    kernels: str | None = None,
+    *,
+    fits: bool = True,
+    dtypes: tuple[torch.dtype, ...] = TRITON_DTYPES,
+) -> bool:
     """Return True if an operation on this tensor runs its Triton kernel.
 
     Args:
         kernels: `auto`, `reference` or `triton`; None takes the choice of the process.
         fits: True if the kernel can hold a tensor of this size; `auto` takes the definition otherwise.
+        dtypes: those that the kernel takes.
 
     Raises:
         ValueError: `kernels` is unknown, or is `triton` and Triton cannot take the tensor.
@@ -57,11 +63,10 @@ def uses_triton(tensor: Tensor, kernels: str | None = None, *, fits: bool = True
     if choice == "reference":
         return False
     if choice == "auto":
-        return fits and tensor.is_cuda and tensor.dtype in TRITON_DTYPES
-    if tensor.dtype not in TRITON_DTYPES:
-        raise ValueError(
-            f"kernels=triton takes float32, float16 and bfloat16, not {tensor.dtype}; use kernels=reference"
-        )
+        return fits and tensor.is_cuda and tensor.dtype in dtypes
+    if tensor.dtype not in dtypes:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"kernels=triton takes {known}, not {tensor.dtype}; use kernels=reference")
     if not (tensor.is_cuda or is_interpreted()):
         raise ValueError(
             f"kernels=triton needs tensors on CUDA, and these are on {tensor.device.type}; use kernels=auto, "
@@ -76,6 +81,7 @@ def with_triton(
     *,
     chosen_by: str,
     fits: Callable[..., bool] | None = None,
+    dtypes: tuple[torch.dtype, ...] = TRITON_DTYPES,
 ) -> Callable[Given, Output]:
     """Return the operation that runs its plain definition or the Triton kernel of the same name.
 
@@ -87,13 +93,14 @@ def with_triton(
             does not trace `import_module`; called at first use, because Triton exists on Linux only.
         chosen_by: name of the argument whose device and dtype decide.
         fits: called with the operation's arguments; False if the kernel cannot hold tensors of this size.
+        dtypes: those that the kernel takes.
     """
     place = list(inspect.signature(definition).parameters).index(chosen_by)
 
     @wraps(definition)
     def operation(*args: Any, kernels: str | None = None, **kwargs: Any) -> Output:
         tensor = args[place] if place < len(args) else kwargs[chosen_by]
-        if uses_triton(tensor, kernels, fits=fits is None or fits(*args, **kwargs)):
+        if uses_triton(tensor, kernels, fits=fits is None or fits(*args, **kwargs), dtypes=dtypes):
             return cast(Output, getattr(load_kernels(), definition.__name__)(*args, **kwargs))
         return definition(*args, **kwargs)
 

@@ -18,7 +18,12 @@ roundings, which happens to a vector more rarely than to one of its codes."""
 
 SAME_SCALE = {"int8": 1 / 64, "fp8": 1 / 16, "int4": 1 / 12}
 SAME_ZERO = 0.6
-"""Most that errors below half a step change a scale, relative to it, and a zero point, in steps."""
+"""A vector counts as the one that was recorded if its scale differs by at most this part of itself, and its
+zero point by at most this many steps. A change of each number by half a step stays below both."""
+NEAR_MIDDLE = 0.25
+"""A recorded bit decides between two neighbouring codes for a number at most this many steps from their
+middle. So errors below it change no code, and a number of other weights moves by this much more than half a
+step at most."""
 
 
 def quantise(
@@ -36,11 +41,7 @@ def quantise(
     """
     wide, most = vectors.float(), LARGEST_CODE[rounding]
     if rounding == "int4":
-        if vectors.shape[-1] % 2:
-            raise ValueError(
-                f"cache.dtype=int4 puts two codes in a byte, and heads have {vectors.shape[-1]} dimensions; "
-                "use int8 or fp8"
-            )
+        check_dim(vectors.shape[-1], rounding)
         zero = wide.amin(-1, keepdim=True).to(SCALE_DTYPE)
         wide = wide - zero
         scale = (wide.amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
@@ -53,6 +54,18 @@ def quantise(
         codes = codes.round()
     codes = codes.clamp(-most, most)
     return codes.to(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).view(torch.uint8), scale
+
+
+def check_dim(dim: int, rounding: str | None) -> None:
+    """Check that vectors of so many numbers can be rounded.
+
+    Raises:
+        ValueError: int4 is to put an odd number of codes in bytes.
+    """
+    if rounding == "int4" and dim % 2:
+        raise ValueError(
+            f"cache.dtype=int4 puts two codes in a byte, and heads have {dim} dimensions; use int8 or fp8"
+        )
 
 
 def _divided(wide: Tensor, scale: Tensor) -> Tensor:
@@ -91,9 +104,8 @@ def rounded(
     """Return the vectors as a rounded cache gives them back; their gradient goes straight through.
 
     Args:
-        record: `record_of` the sampler's codes. The result is then theirs, in spite of any error of the
-            vectors below half a step, and within a step of any vector. One whose scale is another, as of
-            other weights, is rounded by itself. None: all are.
+        record: `record_of` the sampler's codes. The result is then theirs if the vectors are off by less
+            than `NEAR_MIDDLE` steps. One whose scale is another is rounded by itself. None: all are.
     """
     out: Tensor = _Rounded.apply(vectors, rounding, record)  # type: ignore[no-untyped-call]
     return out
@@ -115,7 +127,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, rounding: str, record: Tensor) -> Tensor:
-    """Return the nearest numbers whose codes have the recorded last bits; `own` if the scale is another."""
+    """Return the nearest numbers, of two about as near the recorded ones; `own` if the scale is another."""
     dim, n_scales = vectors.shape[-1], 2 if rounding == "int4" else 1
     packed, scale_bytes = record[..., : -(-dim // 8)], record[..., -SCALE_DTYPE.itemsize * n_scales :]
     bits = (packed[..., None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1).flatten(-2)
@@ -128,11 +140,12 @@ def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, rounding: str, 
         number = torch.where(code < 128, code, 128 - code)
     else:
         number = place.round().clamp(least, most).int()
-    # The neighbour on the side of the vector, which is the nearest one with the other last bit.
-    step = torch.where(place >= _values(number, rounding), 1, -1)
-    moved = torch.where((number + step < least) | (number + step > most), number - step, number + step)
-    number = torch.where((number & 1) == bits[..., :dim], number, moved)
-    values = _values(number, rounding) * scales[..., :1]
+    nearest = _values(number, rounding)
+    other = (number + torch.where(place >= nearest, 1, -1)).clamp(least, most)
+    step = _values(other, rounding) - nearest
+    # Beyond the last code both are one, and the step is 0.
+    is_other = ((place - nearest) / step >= 0.5 - NEAR_MIDDLE) & ((number & 1) != bits[..., :dim])
+    values = torch.where(is_other, nearest + step, nearest) * scales[..., :1]
     values = values + scales[..., 1:] if rounding == "int4" else values
     error = (own_scales - scales).abs() / scales[..., :1]
     is_same = error[..., :1] <= SAME_SCALE[rounding]

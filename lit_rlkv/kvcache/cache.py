@@ -201,7 +201,7 @@ class SlotCache(Cache):
                 first=first,
                 newest=newest,
                 is_due=is_due[group],
-                due=due if len(due := is_due[group].nonzero().flatten()) > 0 else None,
+                due=self._due(self.group_budgets[group], of_group, new, n_protected),
             )
             for group, of_group in enumerate(held)
         ]
@@ -219,6 +219,15 @@ class SlotCache(Cache):
         self.column[index] = self.fed_up_to[index] = newest.repeat_interleave(n_samples)
         of_all = ([n for n in each for _ in range(n_samples)] for each in (n_tokens, n_protected))
         self.levels.start(rows, *of_all)
+
+    def _due(self, budget: int, *n_keys: Sequence[int]) -> Int[Tensor, " due"] | None:
+        """Return the indices of rows that have more keys than the budget and what is protected, if any.
+
+        From numbers of the host, because a mask on a device would be waited for in each group.
+        """
+        rows = zip(*n_keys, strict=True)
+        due = [row for row, (held, new, protected) in enumerate(rows) if held + new > budget + protected]
+        return torch.tensor(due, device=self.first.device) if due else None
 
     def _check_feed(self, held: Sequence[int], new: Sequence[int], n_tokens: Sequence[int]) -> None:
         """Check that rows still have their keys, and slots for those of the given tokens.

@@ -386,8 +386,8 @@ class SlotLayer(CacheLayerMixin):
         cache, policy = self.cache, self.cache.policy
         keys, values = self._pools()
         assert policy is not None
-        # Numbers are not copied here: a score reads what it needs, of the due rows only. Codes are turned
-        # into numbers, those of one layer at a time.
+        # Nothing is copied here: a score reads what it needs, of the due rows only. But codes are turned into
+        # numbers of all rows, once a score asks for them.
         view = self._view(
             rows=slice(None),
             keys=keys,
@@ -445,8 +445,8 @@ class SlotLayer(CacheLayerMixin):
         if self.recent_queries is not None:
             queries, query_columns = self.recent_queries.read(rows, newest)
         view = SlotView(
-            keys=keys.read(),
-            values=values.read(),
+            key_slots=keys,
+            value_slots=values,
             columns=columns,
             is_live=columns >= first[:, None, None],
             is_recent=columns > (newest - window)[:, None, None],

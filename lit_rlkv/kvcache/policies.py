@@ -7,6 +7,7 @@ no entry: `cache.policy=mypackage.policies.MyPolicy`, with that package in `trus
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from lit_rlkv.checks import Range
 from lit_rlkv.kernels import slot_scores
 from lit_rlkv.kvcache.scorer import KVScorer, KVShape
+from lit_rlkv.kvcache.slots import Slots
 from lit_rlkv.trust import load_trusted_class
 
 SNAPKV_POOL, RKV_POOL = 5, 7
@@ -35,8 +37,8 @@ GKV_DECAY, GKV_IMPORTANCE = 0.8, 0.5
 class SlotView:
     """The input of a policy: the keys that compete for a budget, in the order of their columns."""
 
-    keys: Float[Tensor, "batch kv_head slot dim"]
-    values: Float[Tensor, "batch kv_head slot dim_v"]
+    key_slots: Slots
+    value_slots: Slots
     columns: Int[Tensor, "batch kv_head slot"]
     """Position of each key in the sequence, padding included; -1 in a slot without a key."""
     is_live: Bool[Tensor, "batch kv_head slot"]
@@ -64,6 +66,16 @@ class SlotView:
     """First column whose query will not see the evicted keys: that of the latest query + 1."""
     scorer: Callable[..., Tensor] | None = None
     """This layer's part of what `Policy.make_scorer` has made; None without one."""
+
+    @cached_property
+    def keys(self) -> Float[Tensor, "batch kv_head slot dim"]:
+        """The keys: the pool itself, or a copy of what its codes stand for, made once it is read."""
+        return self.key_slots.read()
+
+    @cached_property
+    def values(self) -> Float[Tensor, "batch kv_head slot dim_v"]:
+        """The values, likewise."""
+        return self.value_slots.read()
 
 
 class Policy(ABC):

@@ -15,8 +15,9 @@ from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
+from lit_rlkv.kernels.rounding import check_dim
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
-from lit_rlkv.models.backbone import hidden_states, layer_kinds, n_embeddings, token_positions
+from lit_rlkv.models.backbone import head_dims, hidden_states, layer_kinds, n_embeddings, token_positions
 from lit_rlkv.models.hydra import Roles, checkpointed_layers
 from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of, read_kv_scorer
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
@@ -79,6 +80,8 @@ def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dt
             routers_of(backbone)
         if context.cfg.rollout.prefill_chunk is not None:
             check_chunks(backbone)
+        for dim in head_dims(backbone):
+            check_dim(dim, context.cfg.parts.cache.dtype)
         check_budget_profile(context.cfg, backbone)
         return backbone
 

@@ -37,9 +37,11 @@ def with_teacher(context: RunContext) -> RunContext:
         teacher = load_causal_lm(path, dtype).requires_grad_(False)
         _check_vocabulary(teacher, _policy_vocabulary(context), path)
         check_prompts_fit(teacher, context.sizes, cfg.rollout.max_new_tokens)
-        device = torch.device(distillation.device or context.fabric.device)
+        device = context.fabric.device
         with explain_out_of_memory(
-            lambda: f"out of memory while the teacher {path} moves to {device}; use distillation.device=cpu"
+            lambda: (
+                f"out of memory while the teacher {path} moves to {device}; set distillation.dtype=bfloat16"
+            )
         ):
             nn.Module.to(teacher, device)
         distillation.teacher = prepare_backbone(teacher.eval())

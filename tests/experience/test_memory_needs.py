@@ -69,6 +69,8 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows, dtype):
     assert found(replace(data.settings, max_rows=4)) != rollout.kv_bytes
     if dtype is not None:  # the pools of rows have one more column each, and end tokens cut the rollout
         assert rollout.record_bytes["rounding_record"] <= found(data.settings, "record of codes")
+        whole = make_datamodule(roles, ARMS[arm], SPEC, rollout={"max_rows": max_rows}).collect().rollout
+        assert found(data.settings, "numbers of a layer's codes") == whole.kv_bytes / 2  # of two layers
 
 
 def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():

@@ -18,7 +18,7 @@ from lit_rlkv.kernels.rounding import ROUNDINGS, rounded_bytes
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import NEVER, Rollout
 from tests.invariants.test_given_tokens import converse
 from tests.models import test_hybrids, test_sliding_windows
 from tests.models_zoo import FAMILIES, HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
@@ -159,3 +159,15 @@ def test_gradients_are_those_of_attention_at_the_rounded_numbers(dtype: str):
     key = next(p for name, p in model.named_parameters() if name.endswith("k_proj.weight"))
     assert key.grad is not None
     assert key.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+def test_a_learned_policy_with_a_budget_of_each_layer_is_replayed(dtype: str):
+    spec = replace(spec_of("learned", dtype), budget_profile=(13, 5, 6))
+    rollout = roll_out(in_double(), spec, prefill_chunk=4, eos_token_id=None)
+    held = (rollout.evicted_at == NEVER).sum(-1)  # at the end
+    assert held[:, 0].min() > held[:, 1].max()
+    assert gap(in_double(), rollout) < TOLERANCE
+    swapped = replace(rollout, evicted_at=rollout.evicted_at.roll(1, dims=1))
+    for wrong in (swapped, replace(rollout, cache_dtype=None)):
+        assert gap(in_double(), wrong) > NOTICED

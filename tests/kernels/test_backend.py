@@ -217,7 +217,7 @@ def test_the_choice_of_a_call_beats_that_of_the_process():
 
 
 def test_triton_in_double_precision_is_refused():
-    message = "kernels=triton takes float32, float16 and bfloat16, not torch.float64; use kernels=reference"
+    message = "kernels=triton takes float32, float16, bfloat16, not torch.float64; use kernels=reference"
     with pytest.raises(ValueError, match=message):
         uses_triton(ON_CPU.double(), "triton")
     with pytest.raises(ValueError, match=message), use_kernels("triton"):

@@ -1,5 +1,6 @@
 import math
 from dataclasses import fields, replace
+from operator import methodcaller
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.kvcache.policies import RKV, UNTRAINED, Learned, Policy, SlotView, importance, redundancy
 from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
+from lit_rlkv.kvcache.slots import Slots
 from tests.kernels.accuracy import bound, excess_error
 from tests.kvcache import published
 
@@ -33,8 +35,8 @@ def make_view(n_padding: int = N_PADDING, n_keys: int = N_KEYS) -> SlotView:
     keys[..., 10, :] = keys[..., 7, :] + 0.1  # near-duplicates, for R-KV
     keys[..., 15, :] = keys[..., 7, :] - 0.1
     return SlotView(
-        keys=keys,
-        values=normal(1, KV_HEADS, n_slots, DIM_V),
+        key_slots=Slots.of(keys, None),
+        value_slots=Slots.of(normal(1, KV_HEADS, n_slots, DIM_V), None),
         columns=columns,
         is_live=columns >= n_padding,
         is_recent=columns >= n_slots - WINDOW,
@@ -109,8 +111,11 @@ def test_the_comparison_with_the_published_scores_can_fail(name: str):
 
 
 def on_device(view: SlotView) -> SlotView:
-    tensors = {f.name: getattr(view, f.name) for f in fields(view)}
-    return SlotView(**{n: t.to(DEVICE) if isinstance(t, Tensor) else t for n, t in tensors.items()})
+    found = {f.name: getattr(view, f.name) for f in fields(view)}
+    tensors = {name: each.to(DEVICE) for name, each in found.items() if isinstance(each, Tensor)}
+    to_device = methodcaller("to", DEVICE)
+    pools = {name: each.map(to_device) for name, each in found.items() if isinstance(each, Slots)}
+    return replace(view, **tensors, **pools)
 
 
 @pytest.mark.parametrize("name", WITH_KERNELS)
@@ -141,8 +146,8 @@ def test_a_row_that_is_not_due_is_not_scored(name: str, kernels: str):
 def test_padding_changes_no_score(name: str):
     bare = make_view(n_padding=0)
     padded = SlotView(
-        keys=torch.cat([torch.full((1, KV_HEADS, 5, DIM), 9.0), bare.keys], dim=2),
-        values=torch.cat([torch.full((1, KV_HEADS, 5, DIM_V), 9.0), bare.values], dim=2),
+        key_slots=Slots.of(torch.cat([torch.full((1, KV_HEADS, 5, DIM), 9.0), bare.keys], dim=2), None),
+        value_slots=Slots.of(torch.cat([torch.full((1, KV_HEADS, 5, DIM_V), 9.0), bare.values], dim=2), None),
         columns=torch.arange(N_KEYS + 5).expand(1, KV_HEADS, -1),
         is_live=torch.arange(N_KEYS + 5).expand(1, KV_HEADS, -1) >= 5,
         is_recent=torch.arange(N_KEYS + 5).expand(1, KV_HEADS, -1) >= N_KEYS + 5 - WINDOW,
@@ -237,8 +242,8 @@ def test_gkv_remembers_a_key_that_was_looked_at_before():
 def view_of_keys(keys: Tensor) -> SlotView:
     columns = torch.arange(keys.shape[2]).expand(*keys.shape[:2], -1)
     return SlotView(
-        keys=keys,
-        values=keys,
+        key_slots=Slots.of(keys, None),
+        value_slots=Slots.of(keys, None),
         columns=columns,
         is_live=columns >= 0,
         is_recent=columns < 0,

@@ -61,6 +61,14 @@ def test_a_budget_profile_must_fit_the_model_at_every_budget_of_the_run(runs, jo
             policy(runs, joint, *options, more, "diagnostics=light", "distillation=none")
 
 
+def test_codes_that_do_not_fit_in_bytes_are_refused_before_any_work(runs, joint, monkeypatch):
+    policy(runs, joint, "cache.dtype=int4")
+    monkeypatch.setattr("lit_rlkv.runs.policy.head_dims", lambda model: {8, 7})
+    policy(runs, joint, "cache.dtype=int8")
+    with pytest.raises(ConfigError, match=r"cache\.dtype=int4 .* heads have 7 dimensions; use int8 or fp8"):
+        policy(runs, joint, "cache.dtype=int4")
+
+
 def test_only_the_roles_that_something_reads_are_needed(runs):
     def needed(*overrides):
         return config(runs, *overrides).needed_roles

@@ -2,7 +2,9 @@
 
 from types import ModuleType
 
-from lit_rlkv.kernels.backend import with_triton
+import torch
+
+from lit_rlkv.kernels.backend import TRITON_DTYPES, with_triton
 from lit_rlkv.kernels.evict import reference
 from lit_rlkv.kernels.evict.reference import (
     choose_survivors,
@@ -21,4 +23,4 @@ def _load_kernels() -> ModuleType:
     return kernel
 
 
-evict = with_triton(reference.evict, _load_kernels, chosen_by="keys")
+evict = with_triton(reference.evict, _load_kernels, chosen_by="keys", dtypes=(*TRITON_DTYPES, torch.uint8))
