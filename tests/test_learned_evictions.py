@@ -85,11 +85,14 @@ def test_at_weight_zero_the_scorer_stays_and_evictions_are_still_drawn(runs: Pat
     assert float(rows[0]["rollout_corr/kl"]) != 0.0
 
 
-def test_the_scorer_trains_alone_without_a_loss_of_the_tokens(runs: Path):
+def test_the_scorer_trains_alone_without_a_loss_of_the_tokens(runs: Path, tmp_path: Path):
     run(runs, "alone", *LEARNED, "experiment=shadow", "algorithm.policy_weight=0")
     weights = load_file(runs / "alone" / LAST)
     assert all(float(each.abs().max()) == 0 for name, each in weights.items() if "lora_B" in name)
-    assert float(scorer_of(runs / "alone")["layers.1.age"].abs().max()) > 0
+    scorer = scorer_of(runs / "alone")
+    assert float(scorer["layers.1.age"].abs().max()) > 0
+    folder, _ = export(convert(ExportConfig, {"ckpt": str(runs / "alone"), "to": str(tmp_path / "model")}))
+    assert torch.equal(load_file(folder / KV_SCORER_FILE)["layers.1.age"], scorer["layers.1.age"])
 
 
 def greedy(model: PreTrainedModel) -> Rollout:

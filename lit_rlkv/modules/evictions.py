@@ -19,7 +19,7 @@ from lit_rlkv.models.eviction_logps import (
     decisions_of,
     scored_layers,
 )
-from lit_rlkv.objectives.evictions import EvictionSums, advantages_after, eviction_sums, kl_to_uniform
+from lit_rlkv.objectives.evictions import EvictionSums, advantages_of_decisions, eviction_sums, kl_to_uniform
 from lit_rlkv.types import TrainBatch
 
 
@@ -99,7 +99,7 @@ class EvictionLearner:
             with torch.no_grad():
                 old_scores = decision_scores(self._old, layer, keys, values, decisions.now)
                 old_logps = decision_logps(old_scores, decisions)
-        advantages = advantages_after(batch.advantages, batch.loss_weight != 0, decisions.now)
+        advantages = advantages_of_decisions(batch.advantages, batch.loss_weight != 0, decisions.now)
         return eviction_sums(logps, old_logps, advantages, decisions.is_decision, kl, self.clip)
 
 

@@ -207,8 +207,9 @@ def clipped_gain(module: PolicyModule, batch: TrainBatch) -> float:
         for row, head, number in decisions.is_decision.nonzero().tolist():
             ratio = float((logps[0] - logps[1])[row, head, number].exp())
             column = int(decisions.now[row, number])
-            after = [c for c in rollout.response_mask[row].nonzero().flatten().tolist() if c > column]
-            advantage = sum(float(batch.advantages[row, c]) for c in after) / max(len(after), 1)
+            tokens = rollout.response_mask[row].nonzero().flatten().tolist()
+            before = [c for c in tokens if c <= column] or tokens[:1]
+            advantage = float(batch.advantages[row, before[-1]]) if column < tokens[-1] else 0.0
             total += min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
             n += 1
     assert n == batch.n_decisions
