@@ -140,6 +140,12 @@ def test_a_run_starts_from_the_scorer_of_its_starting_model(runs: Path, tmp_path
     assert scorer is not None
     for name, weight in scorer.state_dict().items():
         assert torch.equal(weight, scorer_of(runs / "learned")[name])
+    # SFT passes it on with its model.
+    run(tmp_path, "tuned", *started, "stages=[sft,rl]")
+    _, module = open_run(find_run(tmp_path / "tuned"))
+    scorer = kv_scorer_of(module.roles.backbone("policy"))
+    assert scorer is not None
+    assert torch.equal(scorer.state_dict()["layers.1.age"], scorer_of(runs / "learned")["layers.1.age"])
     with pytest.raises(ConfigError, match="must be of a scorer for"):
         run(tmp_path, "other", *started, "+cache.policy_options.hidden=3")
 

@@ -67,7 +67,10 @@ def eviction_sums(
 def kl_to_uniform(
     scores: Float[Tensor, "*lead key"], is_candidate: Bool[Tensor, "*lead key"]
 ) -> Float[Tensor, "*lead"]:
-    """Return KL(softmax(scores) ‖ uniform) over the candidates, log n − H: of the first key that is drawn."""
+    """Return KL(softmax(scores) ‖ uniform) over the candidates, which is log n − H.
+
+    Survivors are drawn one by one without replacement; this is the KL of the first draw, not of their set.
+    """
     is_any = is_candidate.any(-1, keepdim=True)
     logps = scores.masked_fill(is_any & ~is_candidate, -torch.inf).log_softmax(-1)
     n = is_candidate.sum(-1).clamp(min=1)

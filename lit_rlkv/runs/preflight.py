@@ -278,6 +278,9 @@ def _check_evictions(cfg: CheckedConfig) -> None:
         f"algorithm.eviction.weight={eviction.weight} learns from evictions that the learner replays, and "
         "this correction has none; use correction=shadow, or algorithm.eviction.weight=0",
     )
+    if trains_evictions:
+        with as_config_errors("cache"):
+            cache.check_draws()
     require(
         not cache.is_trained or cfg.sft.on_policy_pairs.n_prompts == 0,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} samples under cache.policy="
