@@ -47,7 +47,7 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
     # It evicts nothing, so a policy of the user's own needs no trust; the model card names it.
     before = run.cfg.cache, run.cfg.algorithm
     run.cfg.cache, run.cfg.algorithm = ({**group} for group in before)
-    run.cfg.cache.policy, run.cfg.cache.policy_options, run.cfg.algorithm.eviction = "random", {}, {}
+    run.cfg.cache.policy, run.cfg.cache.policy_options, run.cfg.algorithm.policy_weight = "random", {}, 1.0
     scorer = split_kv_scorer(run.weights)
     if scorer is None and before[0].policy not in (DENSE, *UNTRAINED):
         scorer = read_kv_scorer(run.start)  # which this run did not train

@@ -210,7 +210,9 @@ class EvictionConfig:
     )
     lr_scale: Number = option(30.0, "learning rate of the scorer, relative to the policy's", above=0)
     clip: Number = option(0.2, "bound of the change of each decision's probability ratio", above=0, below=1)
-    kl_coef: Number = option(0.0, "coefficient of the KL to uniform eviction; 0: none", least=0)
+    kl_coef: Number = option(
+        0.0, "coefficient of the KL of the first draw to a uniform one; 0: none", least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,7 +265,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
         backbone = self.roles.backbone("policy")
         scorer = kv_scorer_of(backbone) if self.trains_evictions else None
-        return None if scorer is None else count_decisions(rollout, backbone, scorer, self.cache)
+        return None if scorer is None else count_decisions(rollout, backbone, scorer)
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
