@@ -96,11 +96,11 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     with as_config_errors("policies"):
         caches = caches_to_evaluate(cfg.parts.cache, cfg.evaluation.budgets, asked.policies)
     untrained = [one.policy_name for one in caches if one.is_trained and not cfg.parts.cache.is_trained]
-    require(
-        not untrained,
-        f"policies={show(asked.policies)}: this run has trained no scorer for {', '.join(untrained[:1])}; "
-        "leave it out",
-    )
+    if untrained:
+        raise ConfigError(
+            f"policies={show(asked.policies)}: this run has trained no scorer for {untrained[0]}; leave it "
+            "out"
+        )
     if asked.budgets and all(cache.is_dense for cache in caches):
         raise ConfigError(
             f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "

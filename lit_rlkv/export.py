@@ -47,7 +47,7 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
     # It evicts nothing, so a policy of the user's own needs no trust; the model card names it.
     before = run.cfg.cache, run.cfg.algorithm
     run.cfg.cache, run.cfg.algorithm = ({**group} for group in before)
-    run.cfg.cache.policy, run.cfg.cache.policy_options, run.cfg.algorithm.eviction = "random", {}, {}
+    run.cfg.cache.policy, run.cfg.cache.policy_options, run.cfg.algorithm.policy_weight = "random", {}, 1.0
     scorer = split_kv_scorer(run.weights)
     if scorer is None and before[0].policy not in (DENSE, *UNTRAINED):
         scorer = read_kv_scorer(run.start)  # which this run did not train
@@ -56,7 +56,7 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
     _check_target(folder, asked.overwrite)
     if asked.push_to is not None:
         api = api or HfApi()
-        check_upload(asked.push_to, api)
+        check_upload(asked.push_to, asked.private, api)
     run.cfg.fabric.accelerator, run.cfg.kernels = "cpu", "auto"
     run.cfg.fabric.quantization = None  # adapters are merged into unquantized weights
     cfg = check_run(run)

@@ -85,11 +85,14 @@ def test_at_weight_zero_the_scorer_stays_and_evictions_are_still_drawn(runs: Pat
     assert float(rows[0]["rollout_corr/kl"]) != 0.0
 
 
-def test_the_scorer_trains_alone_without_a_loss_of_the_tokens(runs: Path):
+def test_the_scorer_trains_alone_without_a_loss_of_the_tokens(runs: Path, tmp_path: Path):
     run(runs, "alone", *LEARNED, "experiment=shadow", "algorithm.policy_weight=0")
     weights = load_file(runs / "alone" / LAST)
     assert all(float(each.abs().max()) == 0 for name, each in weights.items() if "lora_B" in name)
-    assert float(scorer_of(runs / "alone")["layers.1.age"].abs().max()) > 0
+    scorer = scorer_of(runs / "alone")
+    assert float(scorer["layers.1.age"].abs().max()) > 0
+    folder, _ = export(convert(ExportConfig, {"ckpt": str(runs / "alone"), "to": str(tmp_path / "model")}))
+    assert torch.equal(load_file(folder / KV_SCORER_FILE)["layers.1.age"], scorer["layers.1.age"])
 
 
 def greedy(model: PreTrainedModel) -> Rollout:
@@ -137,6 +140,12 @@ def test_a_run_starts_from_the_scorer_of_its_starting_model(runs: Path, tmp_path
     assert scorer is not None
     for name, weight in scorer.state_dict().items():
         assert torch.equal(weight, scorer_of(runs / "learned")[name])
+    # SFT passes it on with its model.
+    run(tmp_path, "tuned", *started, "stages=[sft,rl]")
+    _, module = open_run(find_run(tmp_path / "tuned"))
+    scorer = kv_scorer_of(module.roles.backbone("policy"))
+    assert scorer is not None
+    assert torch.equal(scorer.state_dict()["layers.1.age"], scorer_of(runs / "learned")["layers.1.age"])
     with pytest.raises(ConfigError, match="must be of a scorer for"):
         run(tmp_path, "other", *started, "+cache.policy_options.hidden=3")
 

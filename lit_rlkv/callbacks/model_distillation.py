@@ -22,9 +22,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 class ModelDistillation(RLCallback):
     """Adds weight · KL(π ‖ teacher) over the full vocabulary at every response token to the loss.
 
-    The teacher is a frozen model of any size with the policy's tokenizer. It reads all keys, and the policy
-    those of the learner: with replay the policy under its cache learns, without it the dense one. This is
-    on-policy distillation (arXiv:2306.13649).
+    The teacher is a frozen model of any size with the policy's tokenizer, and reads all keys. If the learner
+    replays, the policy reads the keys that its cache held, else it reads all. This is on-policy distillation
+    (arXiv:2306.13649).
 
     Args:
         model: checkpoint folder, GGUF file or hub name of the teacher.

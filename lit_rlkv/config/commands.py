@@ -95,5 +95,5 @@ class ExportConfig:
     def __post_init__(self) -> None:
         require(
             self.private is None or self.push_to is not None,
-            f"private={show(self.private)} is of a repository on the hub; give push_to, or leave it out",
+            f"private={show(self.private)} needs push_to, the repository that it is for; give both or none",
         )

@@ -234,9 +234,3 @@ def _check_losses(cfg: Config) -> None:
         f"correction.bypass_mode=true takes the sampler's log-probs for π_old, so {weight_fn} would give "
         "every token weight 1; use correction.bypass_mode=false, which scores π_old before the update",
     )
-    trains_scorer = cfg.cache.policy == "learned" and cfg.algorithm.eviction.weight > 0
-    require(
-        cfg.algorithm.policy_weight > 0 or distillation is not None or trains_scorer,
-        "algorithm.policy_weight=0 leaves the policy nothing to learn from; raise it, or choose a "
-        "distillation, or cache.policy=learned, which trains its evictions alone",
-    )

@@ -189,10 +189,7 @@ class ReferenceSyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """Problems of a dataset drawn by their success rates p, with weights p (1 − p) + floor.
-
-    arXiv:2504.03380 says why: a group that is all right or all wrong has no gradient.
-    """
+    """Problems of a dataset drawn by success rates p, with weights p (1 − p) + floor (arXiv:2504.03380)."""
 
     decay: Number | None = option(
         None,
@@ -213,7 +210,9 @@ class EvictionConfig:
     )
     lr_scale: Number = option(30.0, "learning rate of the scorer, relative to the policy's", above=0)
     clip: Number = option(0.2, "bound of the change of each decision's probability ratio", above=0, below=1)
-    kl_coef: Number = option(0.0, "coefficient of the KL to uniform eviction; 0: none", least=0)
+    kl_coef: Number = option(
+        0.0, "coefficient of the KL of the first draw to a uniform one; 0: none", least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.resampling import has_equal_groups, replace_equal_groups
-from lit_rlkv.experience.reward import RewardRule
+from lit_rlkv.experience.reward import RewardRule, accuracy_component
 from lit_rlkv.experience.sample import encode_problems, generate_options, joined
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
@@ -39,7 +39,6 @@ from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.turns import last_turn
@@ -266,7 +265,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
         backbone = self.roles.backbone("policy")
         scorer = kv_scorer_of(backbone) if self.trains_evictions else None
-        return None if scorer is None else count_decisions(rollout, backbone, scorer, self.cache)
+        return None if scorer is None else count_decisions(rollout, backbone, scorer)
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
@@ -290,7 +289,7 @@ class RolloutDataModule(L.LightningDataModule):
         curriculum = self.source.curriculum
         if curriculum is None:
             return {}
-        scores = rewards.components[self.reward.config.accuracy or EXACT_MATCH]
+        scores = rewards.components[accuracy_component(self.reward.config)]
         rates = scores.clamp(0, 1).view(len(problems), -1).nanmean(dim=1).tolist()
         found = [(problem.prompt, rate) for problem, rate in zip(problems, rates, strict=True)]
         curriculum.update(each for each in self.ranks.all_gather_object(found) if not math.isnan(each[1]))

@@ -101,7 +101,11 @@ class Policy(ABC):
 
     They do share those of all chunks of a prompt but the last, which are read, and drawn, once."""
     is_trained: ClassVar[bool] = False
-    """True if `SlotView.scorer` is needed, which RL trains; the survivors are then those of Gumbel top-k."""
+    """True if `SlotView.scorer` is needed, which RL trains.
+
+    The constructor must take `samples: bool` and set `draws` to it. With it `score` must add independent
+    standard Gumbel noise to what the scorer returns, and nothing else, as `Learned` does: the learner takes
+    the survivors for a Gumbel top-k draw by the scorer."""
 
     @abstractmethod
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
@@ -374,7 +378,7 @@ POLICIES: dict[str, type[Policy]] = {
     "learned": Learned,
 }
 UNTRAINED = tuple(name for name, policy in POLICIES.items() if not policy.is_trained)
-"""The policies that serve any model as it is."""
+"""Policies without a scorer, so that they work with every model."""
 DENSE = "dense"
 """Name that stands for no policy: every key is kept."""
 

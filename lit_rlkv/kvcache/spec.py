@@ -143,6 +143,19 @@ class CacheSpec:
             return self
         return replace(self, policy_options={**self.policy_options, "samples": True})
 
+    def check_draws(self) -> None:
+        """Check that the evictions of rollouts can be trained.
+
+        Raises:
+            ValueError: their survivors are not drawn.
+        """
+        policy = self.for_rollouts.make_policy()
+        if policy is None or not policy.is_trained or not policy.draws:
+            raise ValueError(
+                f"cache.policy={self.policy_name} must draw the survivors of rollouts to be trained, and its "
+                "draws is false; give samples=True, or set draws to the samples that the constructor takes"
+            )
+
     def n_slots(self, seq_len: int, n_prompt: int = 0, budget: int | None = None) -> int:
         """Return the slots per sequence, layer and KV head.
 
@@ -172,8 +185,8 @@ class CacheSpec:
         numbers = () if isinstance(profile, str) else profile
         if n_layers == 0 or len(numbers) != n_layers:
             raise ValueError(
-                f"cache.budget_profile={profile} is of the model's layers without a window, which are "
-                f"{n_layers}; give a number for each, or null"
+                f"cache.budget_profile={profile} must have a number for each layer without a window, and the "
+                f"model has {n_layers}; change it, or use null"
             )
         found = _divided(self.budget * n_layers, numbers)
         if min(found) < least:

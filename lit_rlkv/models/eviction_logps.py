@@ -58,11 +58,17 @@ def decisions_of(rollout: Rollout, layer: int, n_kv_heads: int, cache: CacheSpec
 def _compactions(evicted_at: Int[Tensor, "batch kv_head seq"]) -> Int[Tensor, "batch compaction"]:
     """Return the distinct times of each row in ascending order, then zeros."""
     times = evicted_at.flatten(1).sort(dim=1).values
-    is_new = (times > 0) & (times != NEVER)
-    is_new[:, 1:] &= times[:, 1:] != times[:, :-1]
+    is_new = _is_new_time(times)
     n_most = int(is_new.sum(dim=1).max())
     order = (~is_new).int().argsort(dim=1, stable=True)[:, :n_most]
     return times.masked_fill(~is_new, 0).gather(1, order)
+
+
+def _is_new_time(times: Int[Tensor, "*lead time"]) -> Bool[Tensor, "*lead time"]:
+    """True at the first of equal times of evictions, which ascend."""
+    is_new = (times > 0) & (times != NEVER)
+    is_new[..., 1:] &= times[..., 1:] != times[..., :-1]
+    return is_new
 
 
 def scored_layers(model: PreTrainedModel, n_columns: int) -> list[int]:
@@ -74,14 +80,16 @@ def scored_layers(model: PreTrainedModel, n_columns: int) -> list[int]:
     return [n for n, kind in enumerate(kinds) if kind.window is None or kind.window >= n_columns]
 
 
-def count_decisions(
-    rollout: Rollout, model: PreTrainedModel, scorer: nn.Module, cache: CacheSpec
-) -> Int[Tensor, " batch"]:
-    """Return the number of decisions in each row, over all layers and KV heads."""
+def count_decisions(rollout: Rollout, model: PreTrainedModel, scorer: nn.Module) -> Int[Tensor, " batch"]:
+    """Return the number of decisions in each row, over all layers and KV heads.
+
+    A policy evicts candidates alone, so each distinct time in the table of a head is a decision.
+    """
     counts = torch.zeros(len(rollout.input_ids), dtype=torch.long, device=rollout.input_ids.device)
     for layer in scored_layers(model, rollout.input_ids.shape[1]):
         n_kv_heads = cast(KVScorer, scorer).layer(layer).n_kv_heads
-        counts += decisions_of(rollout, layer, n_kv_heads, cache).is_decision.sum(dim=(1, 2))
+        times = layer_table(rollout.evicted_at, layer, n_kv_heads).sort(dim=-1).values
+        counts += _is_new_time(times).sum(dim=(1, 2))
     return counts
 
 
@@ -118,7 +126,10 @@ class KeyRecord:
 def decision_scores(
     scorer: nn.Module, layer: int, keys: Tensor, values: Tensor, now: Int[Tensor, "batch compaction"]
 ) -> Float[Tensor, "batch kv_head compaction key"]:
-    """Return the scores that the policy gives a layer's keys at each compaction; of later keys any."""
+    """Return the scores that the policy gives a layer's keys at each compaction.
+
+    The scores of keys that are written after a compaction have no meaning.
+    """
     column = torch.arange(keys.shape[2], device=keys.device)
     log_age = (now[..., None] - column).clamp(min=0).float().log1p()
     scores: Tensor = cast(KVScorer, scorer).layer(layer)(keys, values, log_age[:, None])

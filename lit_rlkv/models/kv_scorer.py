@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache.policies import Learned, Policy
@@ -80,15 +81,24 @@ def save_kv_scorer(weights: Mapping[str, Tensor], folder: Path) -> None:
     save_file(plain, folder / KV_SCORER_FILE)
 
 
-def read_kv_scorer(folder: str | Path) -> dict[str, Tensor] | None:
-    """Return the weights of a scorer in a folder; None without any.
+def find_kv_scorer(model: str | Path) -> Path | None:
+    """Return the file of a scorer in a folder, or beside the model of a hub name; None without one."""
+    if Path(model).is_dir():
+        file = Path(model) / KV_SCORER_FILE
+        return file if file.is_file() else None
+    found = cached_file(str(model), KV_SCORER_FILE, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def read_kv_scorer(model: str | Path) -> dict[str, Tensor] | None:
+    """Return the weights of a scorer in a folder, or of a hub name; None without any.
 
     Raises:
         ValueError: the file is damaged.
     """
-    path = Path(folder) / KV_SCORER_FILE
+    path = find_kv_scorer(model)
     try:
-        return load_file(path) if path.is_file() else None
+        return None if path is None else load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); export the model again") from error
 

@@ -2,15 +2,12 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from lit_rlkv.checks import Range
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.eviction_logps import (
     KeyRecord,
@@ -19,7 +16,7 @@ from lit_rlkv.models.eviction_logps import (
     decisions_of,
     scored_layers,
 )
-from lit_rlkv.objectives.evictions import EvictionSums, advantages_after, eviction_sums, kl_to_uniform
+from lit_rlkv.objectives.evictions import EvictionSums, advantages_of_decisions, eviction_sums, kl_to_uniform
 from lit_rlkv.types import TrainBatch
 
 
@@ -35,7 +32,10 @@ class EvictionLearner:
         cache: the cache of the rollouts.
         weight: weight of the loss.
         clip: bound of the ratio of each decision; see `eviction_sums`.
-        kl_coef: weight of the KL to uniform eviction.
+        kl_coef: weight of the KL to a uniform draw; see `kl_to_uniform`.
+
+    Raises:
+        ValueError: the policy of the cache does not draw its survivors.
     """
 
     def __init__(
@@ -47,9 +47,7 @@ class EvictionLearner:
         clip: float | int,
         kl_coef: float | int,
     ) -> None:
-        Range(above=0).check("eviction.weight", weight)
-        Range(above=0).check("eviction.clip", clip)
-        Range(least=0).check("eviction.kl_coef", kl_coef)
+        cache.check_draws()
         self.cache = cache
         self.scorer = scorer
         self.weight = weight
@@ -83,40 +81,29 @@ class EvictionLearner:
             sums = {name: value + sums.get(name, 0.0) for name, value in values.items()}
         record.close()
         metrics = {f"eviction/{name}": value / n for name, value in sums.items()} | {"eviction/loss": total}
-        return {"eviction_loss": _WithGradient.apply(total, gradients, *parameters)}, metrics  # type: ignore[no-untyped-call]
+        # 0 in value, with the gradient that is known already.
+        zeros = [
+            ((p - p.detach()) * gradient).sum() for p, gradient in zip(parameters, gradients, strict=True)
+        ]
+        return {"eviction_loss": total + torch.stack(zeros).sum()}, metrics
 
     def _sums(self, batch: TrainBatch, layer: int, keys: Tensor, values: Tensor) -> EvictionSums | None:
         """Return the sums over one layer's decisions; None without any."""
         decisions = decisions_of(batch.rollout, layer, keys.shape[1], self.cache)
         if decisions.now.shape[1] == 0:
             return None
-        with torch.enable_grad():
-            scores = decision_scores(self.scorer, layer, keys, values, decisions.now)
-            logps = decision_logps(scores, decisions)
-            kl = kl_to_uniform(scores, decisions.is_candidate[..., : scores.shape[-1]])
+        scores = decision_scores(self.scorer, layer, keys, values, decisions.now)
+        logps = decision_logps(scores, decisions)
+        kl = kl_to_uniform(scores, decisions.is_candidate[..., : scores.shape[-1]])
         old_logps = logps.detach()
         if self._old is not None and not batch.is_first_update:
             with torch.no_grad():
                 old_scores = decision_scores(self._old, layer, keys, values, decisions.now)
                 old_logps = decision_logps(old_scores, decisions)
-        advantages = advantages_after(batch.advantages, batch.loss_weight != 0, decisions.now)
+        advantages = advantages_of_decisions(batch.advantages, batch.loss_weight != 0, decisions.now)
         return eviction_sums(logps, old_logps, advantages, decisions.is_decision, kl, self.clip)
 
 
 def _gradients(loss: Float[Tensor, ""], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-
-
-class _WithGradient(torch.autograd.Function):
-    """A loss whose gradient with respect to the parameters is known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(upstream * gradient for gradient in ctx.saved_tensors))

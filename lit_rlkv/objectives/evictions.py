@@ -20,21 +20,23 @@ class EvictionSums:
     n_clipped: Int[Tensor, ""]
 
 
-def advantages_after(
+def advantages_of_decisions(
     advantages: Float[Tensor, "batch seq"],
     is_counted: Bool[Tensor, "batch seq"],
     now: Int[Tensor, "batch compaction"],
 ) -> Float[Tensor, "batch compaction"]:
-    """Return the mean advantage of the counted tokens that a compaction acts on: those after column `now`.
+    """Return the advantage of each compaction: that of the last counted token at or before column `now`.
 
-    The query at that column is the first without the evicted keys, and predicts the token after it. Under
-    group advantages, which are equal in a response, this is the advantage of the response. 0 without a token.
+    Query `now` is the first without the evicted keys, and the token at `now` was predicted by the one before
+    it. So the baseline of that token is of all keys, and under GAE its advantage has the change of value that
+    the eviction makes; the baselines of later tokens know of it already. A compaction before the first
+    counted token takes that one's. 0 without a counted token after `now`, which the eviction could change.
     """
-    of_tokens = torch.stack([advantages.masked_fill(~is_counted, 0.0), is_counted.to(advantages.dtype)])
-    from_here = of_tokens.flip(-1).cumsum(-1).flip(-1)
-    after = torch.cat([from_here[..., 1:], torch.zeros_like(from_here[..., :1])], dim=-1)
-    total, count = after.gather(-1, now.expand(2, -1, -1)).unbind(0)
-    return total / count.clamp(min=1)
+    column = torch.arange(is_counted.shape[1], device=now.device)
+    latest = torch.where(is_counted, column, -1).cummax(dim=1).values
+    first = is_counted.int().argmax(dim=1, keepdim=True)
+    found = advantages.gather(1, torch.maximum(latest.gather(1, now.long()), first))
+    return found.masked_fill(now >= latest[:, -1:], 0.0)
 
 
 def eviction_sums(
@@ -65,7 +67,10 @@ def eviction_sums(
 def kl_to_uniform(
     scores: Float[Tensor, "*lead key"], is_candidate: Bool[Tensor, "*lead key"]
 ) -> Float[Tensor, "*lead"]:
-    """Return KL(softmax(scores) ‖ uniform) over the candidates, log n − H: of the first key that is drawn."""
+    """Return KL(softmax(scores) ‖ uniform) over the candidates, which is log n − H.
+
+    Survivors are drawn one by one without replacement; this is the KL of the first draw, not of their set.
+    """
     is_any = is_candidate.any(-1, keepdim=True)
     logps = scores.masked_fill(is_any & ~is_candidate, -torch.inf).log_softmax(-1)
     n = is_candidate.sum(-1).clamp(min=1)

@@ -19,7 +19,8 @@ from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import text_config
+from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
+from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.run_files import PASS_SIZE
 from lit_rlkv.runs.context import RunContext
@@ -108,7 +109,7 @@ def _least(context: RunContext, number: int) -> int:
 def free_memory(context: RunContext, module: nn.Module) -> int:
     """Return the bytes of this process's share of the device, less weights, gradients and two moments.
 
-    A teacher on the device is of the weights.
+    The weights of a teacher on the device are subtracted, too.
     """
     device, n_ranks = context.fabric.device, context.fabric.world_size
     if device.type == "cuda":
@@ -137,7 +138,7 @@ def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layer
     In 16 bits a layer keeps s·h·(34 + 5·a·s/h) bytes, with s columns, hidden size h and a heads, and s·h·34
     where attention weights are not kept (Korthikanti et al. 2022, arXiv:2205.05198): in kernels, and in long
     rows in plain torch. With checkpoints only its input of 2·s·h stays, and one layer at a time is computed
-    again.
+    again; a trained scorer of evictions also keeps the keys and values of all layers.
     """
     config, dtype = text_config(backbone), compute_dtype(backbone)
     n_layers, dim = int(config.num_hidden_layers), int(config.hidden_size)
@@ -145,4 +146,7 @@ def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layer
     of_attention = 0 if is_fused or n_columns >= LONG else 5 * int(config.num_attention_heads) * n_columns
     of_layer = n_columns * (34 * dim + of_attention)
     n_bytes = 2 * n_layers * n_columns * dim + of_layer if checkpoints_layers else n_layers * of_layer
+    scorer = kv_scorer_of(backbone)
+    if checkpoints_layers and scorer is not None and any(p.requires_grad for p in scorer.parameters()):
+        n_bytes += 4 * n_layers * n_columns * n_kv_heads(backbone) * max(head_dims(backbone))
     return n_bytes * dtype.itemsize // 2

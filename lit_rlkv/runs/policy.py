@@ -1,5 +1,6 @@
 """Load the backbones of a run, shard them, and build the roles and the RL module."""
 
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
 from lit_rlkv.runs.preflight import CheckedConfig, check_critics
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
+
+log = logging.getLogger(__name__)
 
 
 def load_backbone(context: RunContext, path: str | Path | None) -> PreTrainedModel:
@@ -197,7 +200,9 @@ def add_scorer(cfg: CheckedConfig, roles: Roles, start: str | Path) -> None:
     assert policy is not None
     torch.manual_seed(derive_seed(cfg.seed, "kv_scorer"))
     with as_config_errors("cache"):
-        scorer = add_kv_scorer(roles.backbone("policy"), policy, read_kv_scorer(start))
+        weights = read_kv_scorer(start)
+        scorer = add_kv_scorer(roles.backbone("policy"), policy, weights)
+    log.info("scorer of evictions: %s", "new" if weights is None else f"from {start}")
     scorer.requires_grad_(cfg.algorithm.eviction.weight > 0)
 
 

@@ -15,12 +15,12 @@ from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
 from lit_rlkv.config.options import named_items
-from lit_rlkv.config.schema import AlgorithmConfig, EvictionConfig, RewardConfig
+from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.budget_control import BudgetController
-from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule
+from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule, accuracy_component
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
@@ -28,6 +28,7 @@ from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
 from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 from lit_rlkv.rewards import RewardFunction
+from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.tasks import FiniteTask, Task
 from lit_rlkv.tasks.json_rows import reading_progress
 
@@ -265,18 +266,22 @@ def _check_budget_control(cfg: CheckedConfig) -> None:
 
 
 def _check_evictions(cfg: CheckedConfig) -> None:
-    """Check that a trained eviction policy can be trained, and that other policies are not asked to be."""
+    """Check that a trained eviction policy can be trained, and that without one the tokens' policy is."""
     eviction, cache, correction = cfg.algorithm.eviction, cfg.parts.cache, cfg.parts.correction
+    trains_evictions = cache.is_trained and eviction.weight > 0
     require(
-        cache.is_trained or eviction == EvictionConfig(),
-        f"algorithm.eviction trains the scorer of cache.policy=learned, and {cache.policy_name} has none; "
-        "leave its keys out, or use cache.policy=learned",
+        cfg.algorithm.policy_weight > 0 or cfg.distillation is not None or trains_evictions,
+        "algorithm.policy_weight=0 leaves the policy nothing to learn from; raise it, or choose a "
+        "distillation, or cache.policy=learned, which trains its evictions alone",
     )
     require(
-        not cache.is_trained or eviction.weight == 0 or (correction.replays and not correction.samples_dense),
+        not trains_evictions or (correction.replays and not correction.samples_dense),
         f"algorithm.eviction.weight={eviction.weight} learns from evictions that the learner replays, and "
         "this correction has none; use correction=shadow, or algorithm.eviction.weight=0",
     )
+    if trains_evictions:
+        with as_config_errors("cache"):
+            cache.check_draws()
     require(
         not cache.is_trained or cfg.sft.on_policy_pairs.n_prompts == 0,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} samples under cache.policy="
@@ -335,7 +340,7 @@ def _check_curriculum(cfg: CheckedConfig) -> None:
         "problem anew; use a dataset, such as task=jsonl, or null",
     )
     require(
-        cfg.reward.accuracy is not None or task.is_verifiable,
+        accuracy_component(cfg.reward) != EXACT_MATCH or task.is_verifiable,
         f"algorithm.curriculum.decay={decay} needs the success of a response, and {task} cannot verify "
         "answers; set reward.accuracy to a function that can, or use null",
     )

@@ -4,21 +4,23 @@ from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
 from lit_rlkv.config import ConfigError, require
 from lit_rlkv.config.errors import one_line
 
 
-def check_upload(repo_id: str, api: HfApi) -> None:
+def check_upload(repo_id: str, private: bool | None, api: HfApi) -> None:
     """Check that the name may be one on the hub, and that the hub takes the token of this machine.
 
     Raises:
-        ConfigError: it may not, there is no token, it only reads, or the hub cannot be asked.
+        ConfigError: it may not, there is no token, it only reads, a private upload would go to a public
+            repository, or the hub cannot be asked.
     """
     try:
         hf_hub_url(repo_id, "README.md")  # checks the name
         user = api.whoami()
+        is_public = bool(private) and _is_public(repo_id, api)
     except LocalTokenNotFoundError as error:
         raise ConfigError(
             f"push_to={repo_id} needs a token that may write to the hub, found none; log in by `hf auth "
@@ -32,6 +34,19 @@ def check_upload(repo_id: str, api: HfApi) -> None:
         f"push_to={repo_id} needs a token that may write, and {token.get('displayName')!r} only reads; make "
         "another on huggingface.co/settings/tokens",
     )
+    require(
+        not is_public,
+        f"private=true needs a private repository, and push_to={repo_id} is public; make it private on the "
+        "hub, or give another name",
+    )
+
+
+def _is_public(repo_id: str, api: HfApi) -> bool:
+    """True if there is such a repository, and it is public."""
+    try:
+        return not api.repo_info(repo_id).private
+    except RepositoryNotFoundError:
+        return False
 
 
 def upload(folder: Path, repo_id: str, private: bool | None, message: str, left_out: str, api: HfApi) -> str:
@@ -50,8 +65,9 @@ def upload(folder: Path, repo_id: str, private: bool | None, message: str, left_
             repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=[left_out]
         )
     except (OSError, httpx.HTTPError) as error:
+        options = f"--exclude {left_out}{' --private' if private else ''}"
         raise ConfigError(
             f"push_to={repo_id}: {one_line(error)}; the export is in {folder}, and "
-            f"`hf upload {repo_id} {folder}` tries again"
+            f"`hf upload {repo_id} {folder} {options}` tries again"
         ) from error
     return str(address)

@@ -72,10 +72,10 @@ def evicts(cfg):
 @pytest.mark.slow
 def test_every_budget_of_the_plan_evicts_what_the_sampler_would_read():
     for setting in settings():
-        # A test does not fetch the tokenizer of the one; the other's observations are not in its solutions.
-        if setting.task in ("smollm2", "products"):
+        if setting.task == "smollm2":  # its tokenizer is in a file that a test does not fetch
             continue
-        assert evicts(composed(setting)), setting
+        cfg = composed(setting)  # observations of an environment are not in the solutions
+        assert cfg.environment is not None or evicts(cfg), setting
     assert not evicts(composed(replace(setting, task="chain_sum", budget=24)))
 
 

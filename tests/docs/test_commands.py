@@ -15,6 +15,7 @@ from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.sweep import compose as compose_run
 from lit_rlkv.sweep import parse as parse_sweep
 from lit_rlkv.sweeping.sweep_file import read_sweep
+from lit_rlkv.trust import trusting
 from tests.docs.pages import PAGES, ROOT, TRUST, shell_commands
 from tests.saved_models import save_checkpoint
 from tests.tiers import short_tier
@@ -116,9 +117,10 @@ def check_program(program: str, arguments: list[str]) -> None:
 def check_fit(arguments: list[str]) -> None:
     """Compose and check as fit does, but for a run that would have to exist."""
     given = [here(one) for one in arguments if not one.startswith(("--", "resume="))]
-    cfg, hydra_cfg = compose_arguments("config", [*given, *(GSM8K if "task=gsm8k" in given else [])])
-    check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
-    checked_config(cfg)
+    with trusting([]):  # what a command trusts, it trusts alone
+        cfg, hydra_cfg = compose_arguments("config", [*given, *(GSM8K if "task=gsm8k" in given else [])])
+        check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
+        checked_config(cfg)
 
 
 def here(argument: str) -> str:

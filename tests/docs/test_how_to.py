@@ -63,12 +63,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run_page(folder, monkeypatch):
-    """Run the command of a page; return its folder and its results."""
+    """Run the first command of a page; return its folder and its results."""
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
 
     def run(page, *small):
-        (command,) = blocks(page, "bash")
+        command, *_ = blocks(page, "bash")
         words = shlex.split(command)
         assert words[:3] == ["python", "-m", "lit_rlkv.fit"]
         small = (*SMALL, f"runs_dir={folder}/runs", *(small or SMALL_MODEL))

@@ -163,7 +163,7 @@ def test_layers_with_a_window_are_not_in_a_profile(family: str):
     model = prepare_backbone(test_sliding_windows.windowed(family))
     spec = replace(SPEC, budget_profile="pyramid", budget=12)
     if not any(kind.in_profile for kind in layer_kinds(model)):
-        with pytest.raises(ValueError, match="layers without a window, which are 0"):
+        with pytest.raises(ValueError, match="each layer without a window, and the model has 0"):
             talk_through(model, spec, Talk(delay_s=0.03))
         return
     for n_tokens in (60, 4):
@@ -187,7 +187,7 @@ def test_profiles_without_meaning_are_refused(changes: dict[str, Any], says: str
 @pytest.mark.parametrize(
     ("profile", "says"),
     [
-        ((8, 8), "is of the model's layers without a window, which are 3; give a number for each"),
+        ((8, 8), "must have a number for each layer without a window, and the model has 3; change it"),
         ((20, 2, 2), r"at least sink . window . 1 = 5 keys, got \[20, 2, 2\]; change it, or raise budget=8"),
     ],
 )

@@ -165,9 +165,9 @@ def test_the_count_is_of_all_layers_and_heads(case: str):
     assert scorer is not None
     _, is_decision, _ = learner_logps(model, rollout, spec)
     expected = is_decision.sum(dim=(1, 2, 3))
-    assert torch.equal(count_decisions(rollout, model, scorer, spec), expected)
+    assert torch.equal(count_decisions(rollout, model, scorer), expected)
     again = packed(rollout, rollout.attention_mask, slice(None))
-    assert torch.equal(count_decisions(again, model, scorer, spec), expected)
+    assert torch.equal(count_decisions(again, model, scorer), expected)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -207,8 +207,9 @@ def clipped_gain(module: PolicyModule, batch: TrainBatch) -> float:
         for row, head, number in decisions.is_decision.nonzero().tolist():
             ratio = float((logps[0] - logps[1])[row, head, number].exp())
             column = int(decisions.now[row, number])
-            after = [c for c in rollout.response_mask[row].nonzero().flatten().tolist() if c > column]
-            advantage = sum(float(batch.advantages[row, c]) for c in after) / max(len(after), 1)
+            tokens = rollout.response_mask[row].nonzero().flatten().tolist()
+            before = [c for c in tokens if c <= column] or tokens[:1]
+            advantage = float(batch.advantages[row, before[-1]]) if column < tokens[-1] else 0.0
             total += min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
             n += 1
     assert n == batch.n_decisions
@@ -247,10 +248,11 @@ def test_a_kl_pulls_to_uniform_eviction():
     assert float(metrics["eviction/kl_uniform"]) < kl
 
 
-@pytest.mark.parametrize("options", [{"weight": 0.0}, {"clip": 0.0}, {"kl_coef": -1.0}])
-def test_options_out_of_range_are_refused(options: dict[str, float]):
-    with pytest.raises(ValueError, match=f"eviction.{next(iter(options))}"):
-        EvictionLearner(SPEC, torch.nn.Linear(1, 1), **OPTIONS | options)
+def test_a_policy_that_does_not_draw_is_not_trained():
+    spec = CacheSpec(Learned(samples=False), budget=7, interval=2, sink=1, window=2)
+    with pytest.raises(ValueError, match="Learned must draw the survivors of rollouts to be trained"):
+        EvictionLearner(spec, torch.nn.Linear(1, 1), **OPTIONS)
+    EvictionLearner(SPEC, torch.nn.Linear(1, 1), **OPTIONS)
 
 
 def test_a_model_without_a_scorer_is_refused_by_its_cache():

@@ -5,17 +5,31 @@ import math
 import pytest
 import torch
 
+from lit_rlkv.experience.gae import gae
 from lit_rlkv.kernels.set_logps import set_logps
 from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
-from lit_rlkv.objectives.evictions import advantages_after, eviction_sums, kl_to_uniform
+from lit_rlkv.objectives.evictions import advantages_of_decisions, eviction_sums, kl_to_uniform
 
 
-def test_a_decision_has_the_mean_advantage_of_the_counted_tokens_after_it():
-    advantages = torch.tensor([[9.0, 1.0, 2.0, 3.0, 7.0]])
-    is_counted = torch.tensor([[False, True, True, False, True]])
-    # After column 0: (1 + 2 + 7) / 3; after 1: (2 + 7) / 2; after 2: 7; after 4: no token.
-    found = advantages_after(advantages, is_counted, torch.tensor([[0, 1, 2, 4]]))
-    torch.testing.assert_close(found, torch.tensor([[10 / 3, 4.5, 7.0, 0.0]]))
+def test_a_decision_has_the_advantage_of_the_last_counted_token_that_it_cannot_change():
+    advantages = torch.tensor([[9.0, 1.0, 2.0, torch.nan, 7.0, torch.nan]] * 2)
+    is_counted = torch.tensor([[False, True, True, False, True, False], [False] * 6])
+    # Before the first token its own; at 2 and 3 that of 2; from the last on there is nothing to change.
+    now = torch.tensor([[0, 1, 2, 3, 4, 5]] * 2, dtype=torch.int32)
+    found = advantages_of_decisions(advantages, is_counted, now)
+    assert found.tolist() == [[1.0, 1.0, 2.0, 2.0, 0.0, 0.0], [0.0] * 6]
+
+
+@pytest.mark.parametrize("is_response", [[0, 1, 1, 1, 1], [0, 1, 1, 0, 1]])
+def test_under_gae_a_decision_gets_the_change_of_value_that_it_makes(is_response: list[int]):
+    """An exact critic: 0.5 before the eviction, then 1 in the row that keeps the key and 0 in the other."""
+    response_mask = torch.tensor([is_response] * 2).bool()
+    values = torch.tensor([[0.0, 0.5, 0.5, 1.0, 1.0], [0.0, 0.5, 0.5, 0.0, 0.0]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0], [0.0] * 5])
+    advantages = gae(rewards, values, response_mask, gamma=1.0, lam=0.95)
+    now = torch.full((2, 1), 2)
+    assert advantages_of_decisions(advantages, response_mask, now).tolist() == [[0.5], [-0.5]]
+    assert advantages[:, 3:].abs().max() == 0  # the baselines of later tokens have seen the eviction
 
 
 def test_sums_match_hand_arithmetic():

@@ -10,6 +10,8 @@ from lit_rlkv.files import DamagedFileError
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.policies import Learned
+from lit_rlkv.models.kv_scorer import add_kv_scorer
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.run_files import PASS_SIZE
@@ -51,6 +53,17 @@ def test_the_bytes_of_a_row_are_the_published_estimate():
     assert bytes_of_row(backbone, 10, checkpoints_layers=True) == 2 * 10 * (1088 + 200) + 4 * 10 * 32 * 4
     with use_kernels("triton"):  # which keeps no attention weights
         assert bytes_of_row(backbone, 10, checkpoints_layers=False) == 2 * 4 * 10 * 1088
+
+
+def test_a_trained_scorer_keeps_the_keys_and_values_that_checkpoints_do_not():
+    backbone = make_model(num_hidden_layers=4)
+    plain = [bytes_of_row(backbone, 10, checkpoints_layers=checkpoints) for checkpoints in (False, True)]
+    scorer = add_kv_scorer(backbone, Learned())
+    trained = [bytes_of_row(backbone, 10, checkpoints_layers=checkpoints) for checkpoints in (False, True)]
+    # in float32, with 2 KV heads of 8: 4 · 2 tensors · 4 layers · 10 · 2 · 8 bytes
+    assert [b - a for a, b in zip(plain, trained, strict=True)] == [0, 4 * 2 * 4 * 10 * 2 * 8]
+    scorer.requires_grad_(False)
+    assert bytes_of_row(backbone, 10, checkpoints_layers=True) == plain[1]
 
 
 def test_auto_fills_half_of_the_memory_beside_weights_gradients_and_moments(tmp_path, has_memory):

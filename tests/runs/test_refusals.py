@@ -5,6 +5,7 @@ from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.trust import trusting
 from tests.tiers import every_nth
 
 JUDGED = [
@@ -60,8 +61,16 @@ MISTAKES = [
     (["task._target_=lit_rlkv.files.write_atomically"], "must be a class or function that a config may"),
     (["cache.budget=4"], "sink + window + 1 = 5, got 4; raise the budget"),
     (["cache.budget=12.5"], "cache.budget must be a whole number of at least 1, got 12.5"),
-    (["algorithm.eviction.clip=0.3"], "algorithm.eviction trains the scorer of cache.policy=learned, and"),
     (["algorithm.eviction.lr_scale=0"], "algorithm.eviction.lr_scale must be a number above 0, got 0"),
+    (
+        [
+            "experiment=shadow",
+            "cache.policy=learned",
+            "algorithm.eviction.weight=0",
+            "algorithm.policy_weight=0",
+        ],
+        "algorithm.policy_weight=0 leaves the policy nothing",
+    ),
     (["cache.policy=learned", "experiment=naive"], "algorithm.eviction.weight=1.0 learns from evictions"),
     (["cache.policy=learned", "experiment=dense"], "use correction=shadow, or algorithm.eviction.weight=0"),
     (["cache.policy=learned", "+cache.policy_options.hidden=0"], "hidden must be a whole number of at"),
@@ -330,3 +339,21 @@ def test_a_reference_may_follow_the_policy_wherever_something_reads_it(reads):
         sync = ["roles=full", "algorithm.reference_sync.every=4"]
         cfg = compose("config", overrides=["experiment=shadow", *reads, *sync])
     assert checked_config(cfg).algorithm.reference_sync.alpha == 0.6
+
+
+def test_a_trained_policy_of_the_users_own_may_learn_without_a_loss_of_the_tokens(tmp_path, monkeypatch):
+    text = "from lit_rlkv.kvcache.policies import Learned\n\n\nclass Own(Learned):\n    pass\n"
+    (tmp_path / "my_evictions.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    alone = ["experiment=shadow", "cache.policy=my_evictions.Own", "algorithm.policy_weight=0"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)), trusting(["my_evictions"]):
+        assert checked_config(compose("config", overrides=alone)).parts.cache.is_trained
+        with pytest.raises(ConfigError, match="leaves the policy nothing"):
+            checked_config(compose("config", overrides=[*alone, "algorithm.eviction.weight=0"]))
+
+
+def test_options_of_evictions_may_stand_where_none_are_trained():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        for policy in ("learned", "snapkv"):  # a sweep over policies
+            cfg = compose("config", overrides=[f"cache.policy={policy}", "algorithm.eviction.clip=0.3"])
+            assert checked_config(cfg).algorithm.eviction.clip == 0.3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from huggingface_hub import HfApi, RepoUrl
-from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub import HfApi, ModelInfo, RepoUrl
+from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
@@ -36,6 +36,13 @@ class FolderHub(HfApi):
         if self.role is None:
             raise LocalTokenNotFoundError("Token is required")
         return {"name": "me", "auth": {"accessToken": {"displayName": "mine", "role": self.role}}}
+
+    def repo_info(self, repo_id, **kwargs):
+        self._called("repo_info", repo_id, **kwargs)
+        if not (self.folder / repo_id).exists():
+            response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+            raise RepositoryNotFoundError("Repository Not Found", response=response)
+        return ModelInfo(id=repo_id, private=False, tags=[])
 
     def create_repo(self, repo_id, **kwargs):
         self._called("create_repo", repo_id, **kwargs)
@@ -73,7 +80,8 @@ def files_of(folder):
 def test_the_hub_gets_what_the_folder_holds_but_its_manifest(saved, tmp_path, private):
     api = FolderHub(tmp_path / "hub")
     folder, _ = export(asking(saved, tmp_path / "model", push_to="me/model", private=private), api)
-    assert api.asked == ["whoami", "create_repo", "upload_folder"]
+    is_asked = ["repo_info"] if private else []
+    assert api.asked == ["whoami", *is_asked, "create_repo", "upload_folder"]
     uploaded = tmp_path / "hub" / "me" / "model"
     assert files_of(uploaded) == files_of(folder) - {"export.json"}
     assert (uploaded / "README.md").read_text() == (folder / "README.md").read_text()
@@ -99,10 +107,20 @@ def test_what_cannot_be_uploaded_is_said_before_any_work(saved, tmp_path, option
     assert set(api.asked) <= {"whoami"}
 
 
-def test_a_failed_upload_leaves_the_folder_and_says_how_to_try_again(saved, tmp_path):
+def test_a_private_export_is_not_uploaded_to_a_public_repository(saved, tmp_path):
+    api = FolderHub(tmp_path / "hub")
+    (tmp_path / "hub" / "me" / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="private=true needs a private repository, and push_to=me/model is"):
+        export(asking(saved, tmp_path / "model", push_to="me/model", private=True), api)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("private", "options"), [(None, "export.json`"), (True, "json --private`")])
+def test_a_failed_upload_leaves_the_folder_and_says_how_to_try_again(saved, tmp_path, private, options):
     api, folder = FolderHub(tmp_path / "hub", failing="upload_folder"), tmp_path / "model"
-    with pytest.raises(ConfigError, match=f"no route to the hub; the export is in {folder}, and `hf upload"):
-        export(asking(saved, folder, push_to="me/model"), api)
+    says = f"no route to the hub; the export is in {folder}, and `hf upload me/model {folder} .*{options}"
+    with pytest.raises(ConfigError, match=says):
+        export(asking(saved, folder, push_to="me/model", private=private), api)
     assert (folder / "export.json").is_file()
 
 
@@ -110,11 +128,11 @@ def test_without_push_to_nothing_is_asked(saved, tmp_path):
     api = FolderHub(tmp_path / "hub", role=None)
     export(asking(saved, tmp_path / "model"), api)
     assert api.asked == []
-    with pytest.raises(ConfigError, match="private=false is of a repository on the hub; give push_to"):
+    with pytest.raises(ConfigError, match="private=false needs push_to, the repository that it is for"):
         asking(saved, tmp_path / "model", private=False)
 
 
 def test_the_client_itself_says_that_there_is_no_token(monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
     with pytest.raises(ConfigError, match="push_to=me/model needs a token that may write to the hub, found"):
-        check_upload("me/model", HfApi())
+        check_upload("me/model", None, HfApi())

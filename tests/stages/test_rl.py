@@ -53,7 +53,7 @@ def test_a_budget_profile_must_fit_the_model_at_every_budget_of_the_run(runs, jo
     options = ["cache.budget_profile=[9,3]", "cache.budget=6", "cache.window=1", "evaluation.budgets=[]"]
     policy(runs, joint, *options)
     for more, says in (
-        ("cache.budget_profile=[9,3,6]", "layers without a window, which are 2; give a number for each"),
+        ("cache.budget_profile=[9,3,6]", "each layer without a window, and the model has 2; change it"),
         ("evaluation.budgets=[4]", r"sink . window . 1 = 3 keys, got \[6, 2\]"),
         ("cache.target_overlap=0.86", r"sink . window . 1 = 3 keys, got \[5, 1\]"),
     ):
