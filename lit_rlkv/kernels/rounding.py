@@ -22,7 +22,7 @@ SAME_ZERO = 0.6
 zero point by at most this many steps. A change of each number by half a step stays below both."""
 NEAR_MIDDLE = 0.25
 """A recorded bit decides between two neighbouring codes for a number at most this many steps from their
-middle. So errors below it change no code: on SmolLM2 none of a million in float32, and at most 5 % in bfloat16
+middle. So errors below it change no code. On SmolLM2 no code changes in float32, and 5 % at most in bfloat16
 (benchmarks/rounded_cache.py). A number of other weights moves by this much more than half a step at most."""
 
 
