@@ -182,7 +182,7 @@ class Rollout(TensorBatch):
     rounding_record: UInt8[Tensor, "batch layer kv_head byte seq"] | None = field(
         default=None, metadata=RECORD
     )
-    """With `cache_dtype`: `record_of` the codes of each key, then of its value; None: not recorded."""
+    """With `cache_dtype`: `record_of` the codes of each key, then of its value."""
     expert_ids: Int[Tensor, "batch router expert seq"] | None = field(default=None, metadata=RECORD)
     """Experts that the sampler's routers chose for each token, in the order in which the routers run;
     `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""

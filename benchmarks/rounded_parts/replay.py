@@ -48,7 +48,9 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
         dequantise(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
     ]
     found["record_bytes"], found["kv_bytes"] = rollout.record_bytes, rollout.kv_bytes
-    for name, learner in {"gap": rollout, "by_itself": replace(rollout, rounding_record=None)}.items():
+    assert rollout.rounding_record is not None
+    no_scales = torch.zeros_like(rollout.rounding_record)  # so that each vector is rounded by itself
+    for name, learner in {"gap": rollout, "by_itself": replace(rollout, rounding_record=no_scales)}.items():
         numbers: list[Tensor] = []
         with in_place_of(rounded_view, "rounded", _listening(numbers)):
             found[name] = _gap(model, learner)

@@ -18,22 +18,22 @@ N_SKIPPED = 16
 """First tokens of a text, which have little to look back at."""
 
 
-def symmetric(bits: int) -> Callable[[Tensor, str], Tensor]:
+def symmetric(bits: int) -> Callable[..., Tensor]:
     """Return the rounding to multiples of max |x| / (2^(bits-1) - 1)."""
     most = 2 ** (bits - 1) - 1
 
-    def rounds(x: Tensor, _: str) -> Tensor:
+    def rounds(x: Tensor, *_: object) -> Tensor:
         scale = (x.abs().amax(-1, keepdim=True) / most).bfloat16().float()
         return (x / scale).round().clamp(-most, most) * scale
 
     return rounds
 
 
-def with_zero_point(bits: int) -> Callable[[Tensor, str], Tensor]:
+def with_zero_point(bits: int) -> Callable[..., Tensor]:
     """Return the rounding to 2^bits numbers from the smallest of a vector to its largest."""
     most = 2**bits - 1
 
-    def rounds(x: Tensor, _: str) -> Tensor:
+    def rounds(x: Tensor, *_: object) -> Tensor:
         zero = x.amin(-1, keepdim=True).bfloat16().float()
         scale = ((x - zero).amax(-1, keepdim=True) / most).bfloat16().float()
         return ((x - zero) / scale).round().clamp(0, most) * scale + zero
@@ -48,6 +48,9 @@ SCHEMES = {"symmetric": symmetric, "with a zero point": with_zero_point}
 def measure(model: PreTrainedModel, text: Tensor, scheme: str, bits: int) -> dict[str, float]:
     """Return the KL from the exact model to the rounded one in nats, mean over tokens with all keys."""
     evicted_at = torch.full((len(text), 1, 1, text.shape[1]), NEVER, dtype=torch.int32)
+    unread = torch.zeros((), dtype=torch.uint8).expand(
+        len(text), model.config.num_hidden_layers, model.config.num_key_value_heads, 1, text.shape[1]
+    )
     positions = torch.arange(text.shape[1]).expand_as(text)
 
     def logits(rounding: RoundedView | None) -> Tensor:
@@ -56,5 +59,5 @@ def measure(model: PreTrainedModel, text: Tensor, scheme: str, bits: int) -> dic
 
     exact = logits(None)
     with in_place_of(rounded_view, "rounded", SCHEMES[scheme](bits)):
-        rounded = logits(RoundedView("int8", None))
+        rounded = logits(RoundedView("int8", unread))
     return {"kl": kl_of_logits(exact, rounded, 1.0).double().mean().item()}

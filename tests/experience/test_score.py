@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.experience.score import score_rollout
+from lit_rlkv.kernels.rounding import record_bytes
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
@@ -84,7 +85,9 @@ def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass, 
 
 @pytest.mark.parametrize("stacks_passes", [False, True])
 def test_only_views_of_the_sampler_are_rounded(stacks_passes: bool):
-    rounded = replace(rollout(), cache_dtype="int4")
+    *rows, n_columns = rollout().evicted_at.shape
+    record = torch.zeros(*rows, 2 * record_bytes(8, "int4"), n_columns, dtype=torch.uint8)
+    rounded = replace(rollout(), cache_dtype="int4", rounding_record=record)
     views = VIEWS["as a replaying learner asks"] | {"policy": True}
     settings = {"temperature": TEMPERATURE, "stacks_passes": stacks_passes}
     found = score_rollout(roles_of("hydra"), rounded, views, **settings)

@@ -60,8 +60,12 @@ def gap(model: PreTrainedModel, rollout: Rollout, **options: Any) -> float:
 
 
 def by_itself(rollout: Rollout) -> Rollout:
-    """The rollout for a learner that rounds without the record of the codes."""
-    return replace(rollout, rounding_record=None)
+    """The rollout for a learner that rounds without the record of the codes: no scale is like one of 0.
+
+    It has bytes for a record of each dtype.
+    """
+    assert rollout.rounding_record is not None
+    return replace(rollout, rounding_record=0 * rollout.rounding_record.repeat(1, 1, 1, 2, 1))
 
 
 @pytest.mark.parametrize(("policy", "dtype"), CROSS)
