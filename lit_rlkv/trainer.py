@@ -230,7 +230,7 @@ class Learner:
         self._learners = set()
         if self.is_sharded:
             average_whole_gradients(self.module)
-        self.sums.add(self._watched_norms())
+        self.sums.add(self._named_norms())
         norm = self._clip()
         scaler = getattr(self.precision, "scaler", None)
         loss_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -254,10 +254,10 @@ class Learner:
         assert norm is not None  # it is None only when clipping by value
         return norm
 
-    def _watched_norms(self) -> dict[str, Tensor]:
-        """Return the gradient norms, before clipping, that the module wants as metrics."""
-        watched: dict[str, list[nn.Parameter]] = getattr(self.module, "watched_parameters", dict)()
-        gradients = {name: [p.grad for p in some if p.grad is not None] for name, some in watched.items()}
+    def _named_norms(self) -> dict[str, Tensor]:
+        """Return the gradient norms, before clipping, of the optimizer's parameter groups with a `name`."""
+        named = {group["name"]: group["params"] for group in self.optimizer.param_groups if "name" in group}
+        gradients = {name: [p.grad for p in some if p.grad is not None] for name, some in named.items()}
         scaler = getattr(self.precision, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         norms = {name: nn.utils.get_total_norm(some) / scale for name, some in gradients.items() if some}

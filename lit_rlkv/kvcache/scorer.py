@@ -59,17 +59,20 @@ class LayerScorer(nn.Module):
         """
         with torch.autocast(keys.device.type, enabled=False):
             dtype = torch.promote_types(self.weight.dtype, torch.float32)
-            parts = [_normalised(each.to(dtype)) for each in (keys, values)]
-            features = torch.cat([*(part for part, _ in parts), *(size for _, size in parts)], dim=-1)
-            weight = self.weight.to(dtype).mT[None]
-            hidden = F.silu(features @ weight + self.bias.to(dtype)[None, :, None])
+            # Products are divided, and not keys and values, which would be copied.
+            sizes = [keys.shape[-1], values.shape[-1], 2]
+            of_keys, of_values, of_logs = torch.split(self.weight.to(dtype).mT[None], sizes, dim=-2)
+            keys, values = keys.to(dtype), values.to(dtype)
+            key_rms, value_rms = _rms(keys), _rms(values)
+            hidden = keys @ of_keys / key_rms + values @ of_values / value_rms
+            hidden = hidden + torch.cat([key_rms, value_rms], dim=-1).log() @ of_logs
+            hidden = F.silu(hidden + self.bias.to(dtype)[None, :, None])
             content = (hidden @ self.out.to(dtype)[None, :, :, None]).squeeze(-1)
             return content[:, :, None] + self.age.to(dtype)[None, :, None, None] * log_age.to(dtype)
 
 
-def _normalised(
+def _rms(
     vectors: Float[Tensor, "batch kv_head slot dim"],
-) -> tuple[Float[Tensor, "batch kv_head slot dim"], Float[Tensor, "batch kv_head slot 1"]]:
-    """Return the vectors divided by their root mean square, and its logarithm."""
-    size = vectors.square().mean(-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny).sqrt()
-    return vectors / size, size.log()
+) -> Float[Tensor, "batch kv_head slot 1"]:
+    """Return the root mean square of vectors, above 0."""
+    return vectors.square().mean(-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny).sqrt()

@@ -234,22 +234,21 @@ class PolicyModule(L.LightningModule, ABC):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         groups = self._groups_with_scorer()
-        optimizer = self.make_optimizer([{"params": parameters} for parameters, _ in groups])
+        options: list[dict[str, Any]] = [{"params": parameters} for parameters, _ in groups]
+        if self.evictions is not None:
+            options[-1]["name"] = "eviction"  # its gradient norm is a metric of its own
+        optimizer = self.make_optimizer(options)
         scheduler = LambdaLR(optimizer, [partial(self._lr_fraction, scale) for _, scale in groups])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _groups_with_scorer(self) -> list[tuple[list[nn.Parameter], float | int]]:
         """Return `parameter_groups`, with the scorer of evictions in a group of its own at the end."""
-        scorer = self.watched_parameters().get("eviction", [])
+        if self.evictions is None:
+            return self.parameter_groups()
+        scorer = [p for p in self.evictions.scorer.parameters() if p.requires_grad]
         ids = {id(parameter) for parameter in scorer}
         groups = [([p for p in some if id(p) not in ids], scale) for some, scale in self.parameter_groups()]
-        return [*groups, (scorer, self.eviction_lr_scale)] if scorer else groups
-
-    def watched_parameters(self) -> dict[str, list[nn.Parameter]]:
-        """Return parameters whose gradient norm is a metric of its own, NAME/grad_norm, by name."""
-        if self.evictions is None:
-            return {}
-        return {"eviction": [p for p in self.evictions.scorer.parameters() if p.requires_grad]}
+        return [*groups, (scorer, self.eviction_lr_scale)]
 
     def _lr_fraction(self, scale: float | int, step: int) -> float:
         warm = min(1.0, (step + 1) / (self.n_warmup_steps + 1))
