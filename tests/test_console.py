@@ -78,4 +78,7 @@ def test_bash_completes_keys_and_options_by_hydra(tmp_path):
         cwd=ROOT, capture_output=True, text=True, check=True,
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
-    assert process.stdout.splitlines() == ["cache.budget= cache.budget_bounds=", "experiment=shadow"]
+    assert process.stdout.splitlines() == [
+        "cache.budget= cache.budget_bounds= cache.budget_profile=",
+        "experiment=shadow",
+    ]

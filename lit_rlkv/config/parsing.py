@@ -224,7 +224,7 @@ def _check_losses(cfg: Config) -> None:
         or "model" in distillation
         or distillation.get("weight") == 0
         or not (is_exact or cfg.correction.get("samples_dense")),
-        "distillation needs an evicting or rounded cache in the rollouts: with a dense one both tracks are "
+        "distillation needs an evicting or quantized cache: with a dense one both tracks are "
         "the same; use distillation=none or distillation=anchor, or another correction, cache.policy or "
         "cache.dtype",
     )
