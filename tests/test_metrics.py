@@ -37,6 +37,7 @@ RUNS = {
         "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.1}",
     ],
     "online_dpo": ["experiment=online_dpo_smd"],
+    "tools": ["experiment=tools", "rollout.max_new_tokens=80", "reward.environment=1", "diagnostics=none"],
     "learned": ["experiment=shadow", "cache.policy=learned", "diagnostics=none"],
 }
 
