@@ -49,7 +49,7 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 Cells = Iterator[tuple[dict, Callable[[], dict]]]
-"""What identifies each measurement, and how to make it."""
+"""The identity of each measurement, and a function that makes it."""
 
 
 def text_of(models: Models, n_rows: int, n_tokens: int) -> Tensor:

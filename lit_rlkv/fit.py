@@ -145,7 +145,7 @@ def fit(
     from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.preflight import check_shares
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
-    from lit_rlkv.runs.teacher import with_teacher
+    from lit_rlkv.runs.teacher import load_teacher
     from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy
@@ -160,7 +160,7 @@ def fit(
     start = broadcast_from_rank_zero(context.fabric, lambda: find_starting_model(cfg, run_dir))
     check_shares(cfg, context.fabric.world_size)
     check_reward_functions(context)
-    context = with_teacher(context)
+    load_teacher(context)
     world_size, device = context.fabric.world_size, context.fabric.device
     for line in header(cfg, run_dir, world_size, device, {} if choices is None else choices.options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What a zero point is worth: KL of the model with rounded keys and values, with it and without."""
+"""KL of the model with rounded keys and values, with a zero point and without."""
 
 from collections.abc import Callable
 

@@ -23,7 +23,7 @@ class EvictionSetting(Setting):
     """One run of the block: replay, without distillation or anchor."""
 
     kind: str = ""
-    """What evicts, and what learns."""
+    """Name of the arm in the table: the evictions, and what is trained."""
 
     @property
     def name(self) -> str:

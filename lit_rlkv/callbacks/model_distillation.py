@@ -36,7 +36,7 @@ class ModelDistillation(RLCallback):
         ValueError: an option is out of its range.
     """
 
-    teacher: PreTrainedModel
+    teacher: PreTrainedModel | None = None
     """Set by the run once it is loaded."""
 
     def __init__(
@@ -54,16 +54,17 @@ class ModelDistillation(RLCallback):
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
         """Return the weighted mean KL over the response tokens of the optimizer step, and metrics."""
-        backbone = module.roles.backbone("policy")
+        backbone, teacher = module.roles.backbone("policy"), self.teacher
+        assert teacher is not None
         vocab_size = text_config(backbone).vocab_size
         # Routers of another architecture take no experts of the sampler's.
         rollout = replace(batch.rollout, expert_ids=None)
         with torch.no_grad():
-            hidden = response_hidden(self.teacher, rollout, shadow=False)
+            hidden = response_hidden(teacher, rollout, shadow=False)
 
         def teacher_logits(hidden: Float[Tensor, "token dim"]) -> Float[Tensor, "token vocab"]:
             """Return the logits of the policy's vocabulary; the teacher's may end in more padding."""
-            return head_logits(self.teacher, hidden)[:, :vocab_size]
+            return head_logits(teacher, hidden)[:, :vocab_size]
 
         mean_kl = distillation_kl(
             hidden,

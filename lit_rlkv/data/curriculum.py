@@ -32,16 +32,18 @@ class Curriculum:
     """
 
     def __init__(self, prompts: Sequence[Prompt], decay: float | int, floor: float | int) -> None:
-        self._prompts = prompts
         self._decay = decay
         self._floor = floor
-        self._rates: dict[Prompt, float] = {}
+        self._rates = torch.full((len(prompts),), torch.nan, dtype=torch.float64)
+        """NaN for problems that were never drawn."""
+        self._places: dict[Prompt, list[int]] = defaultdict(list)
+        for place, prompt in enumerate(prompts):
+            self._places[prompt].append(place)
 
     def draw(self, n: int, generator: torch.Generator) -> list[int]:
         """Return the places of `n` problems, all different unless there are fewer."""
-        rates = [self._rates.get(prompt, UNSEEN) for prompt in self._prompts]
-        weights = success_weights(torch.tensor(rates, dtype=torch.float64), self._floor)
-        places = torch.multinomial(weights, n, replacement=n > len(rates), generator=generator)
+        weights = success_weights(self._rates.nan_to_num(nan=UNSEEN), self._floor)
+        places = torch.multinomial(weights, n, replacement=n > len(weights), generator=generator)
         return [int(place) for place in places]
 
     def update(self, successes: Iterable[tuple[Prompt, float]]) -> None:
@@ -50,23 +52,25 @@ class Curriculum:
         for prompt, success in successes:
             found[prompt].append(success)
         for prompt, values in found.items():
-            mean = sum(values) / len(values)
-            old = self._rates.get(prompt, mean)
-            self._rates[prompt] = self._decay * old + (1 - self._decay) * mean
+            places, mean = self._places[prompt], sum(values) / len(values)
+            old = self._rates[places].nan_to_num(nan=mean)
+            self._rates[places] = self._decay * old + (1 - self._decay) * mean
 
     def metrics(self) -> dict[str, float]:
         """Return the share of problems that were drawn so far, and their mean success rate."""
-        seen = [rate for prompt in self._prompts if (rate := self._rates.get(prompt)) is not None]
+        seen = self._rates[~self._rates.isnan()]
         return {
-            "curriculum/drawn": len(seen) / len(self._prompts),
-            "curriculum/success": sum(seen) / max(len(seen), 1),
+            "curriculum/drawn": len(seen) / len(self._rates),
+            "curriculum/success": float(seen.sum()) / max(len(seen), 1),
         }
 
     def state_dict(self) -> list[tuple[int, float]]:
         """Return places and rates of the problems that were drawn."""
-        pairs = ((place, self._rates.get(prompt)) for place, prompt in enumerate(self._prompts))
-        return [(place, rate) for place, rate in pairs if rate is not None]
+        places = (~self._rates.isnan()).nonzero().flatten()
+        return list(zip(places.tolist(), self._rates[places].tolist(), strict=True))
 
-    def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
+    def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
         """Restore the rates, of the same prompts."""
-        self._rates = {self._prompts[int(place)]: rate for place, rate in state}
+        self._rates.fill_(torch.nan)
+        for place, rate in state:
+            self._rates[int(place)] = rate

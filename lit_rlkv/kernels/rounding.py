@@ -14,8 +14,6 @@ SCALE_DTYPE = torch.bfloat16
 """8 bits of precision: a code times a scale is exact in float32, so that all kernels agree on it bit by bit.
 It has the range of float32, and is the same in sampler and learner unless float error crosses one of its
 roundings, which happens to a vector more rarely than to one of its codes."""
-
-
 SAME_SCALE = {"int8": 1 / 64, "fp8": 1 / 16, "int4": 1 / 12}
 SAME_ZERO = 0.6
 """A vector counts as the one that was recorded if its scale differs by at most this part of itself, and its

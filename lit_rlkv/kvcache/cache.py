@@ -114,7 +114,7 @@ class SlotCache(Cache):
         self.fed_up_to = torch.zeros(n_rows, dtype=torch.long, device=device)
         """Column of the last token of each row that was given, not sampled."""
         self.written = self.column
-        """Column that a decode step writes, `seq_len` for rows that have ended."""
+        """Column of the record of codes that a decode step writes, `seq_len` for rows that have ended."""
         self.first = torch.zeros(n_rows, dtype=torch.long, device=device)
         n_unprotected = [slots - self.prompt_end for slots in self.slots]
         self.levels = FillLevels(spec, n_rows, n_unprotected, self.group_budgets)
@@ -251,9 +251,10 @@ class SlotCache(Cache):
         step = 1 if is_running is None else is_running
         self.n_live += step
         self.column += step
-        self.written = self.column if is_running is None else self.column.where(is_running, self.seq_len)
         if is_running is not None:
             self.n_live.masked_fill_(~is_running, 1)
+        if self.spec.dtype is not None:
+            self.written = self.column if is_running is None else self.column.where(is_running, self.seq_len)
 
     @property
     def incoming(self) -> Feed | None:

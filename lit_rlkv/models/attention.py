@@ -23,7 +23,7 @@ ATTENTION_NAME = "lit_rlkv"
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a layer's attention reads at replay: rotated queries and keys, and values."""
+    """The inputs of a layer's attention at replay: rotated queries and keys, and values."""
 
     layer: int
     """Place of the layer among those with attention."""

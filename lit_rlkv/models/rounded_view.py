@@ -1,4 +1,4 @@
-"""RoundedView: what a learner needs to round keys and values as the rollout's cache did."""
+"""RoundedView: the dtype and the record by which a learner rounds as the rollout's cache did."""
 
 from dataclasses import dataclass, replace
 

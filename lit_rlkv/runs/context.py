@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, expanded, find_gguf, require
@@ -65,8 +65,6 @@ class RunContext:
     """None: responses have one turn."""
     pass_limit: int = field(default=TOKENS_PER_PASS, kw_only=True)
     """Most tokens of a pass under `fabric.tokens_per_pass=auto`."""
-    teacher: PreTrainedModel | None = field(default=None, kw_only=True)
-    """Frozen model that is distilled; None without one."""
 
     @property
     def is_sharded(self) -> bool:

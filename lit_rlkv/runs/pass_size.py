@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import AUTO
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.memory_needs import compute_dtype, rollout_needs
@@ -109,7 +110,7 @@ def _least(context: RunContext, number: int) -> int:
 def free_memory(context: RunContext, module: nn.Module) -> int:
     """Return the bytes of this process's share of the device, less weights, gradients and two moments.
 
-    The weights of a teacher on the device are subtracted, too.
+    The weights of a teacher are subtracted, too.
     """
     device, n_ranks = context.fabric.device, context.fabric.world_size
     if device.type == "cuda":
@@ -117,9 +118,9 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
     else:
         n_nodes = getattr(context.fabric.strategy, "num_nodes", 1)  # a single process has no such number
         total = machine_memory() * n_nodes // n_ranks
-    frozen = [] if context.teacher is None else [*context.teacher.parameters()]
-    of_teacher = (parameter for parameter in frozen if parameter.device == device)
-    for parameter in chain(module.parameters(), of_teacher):
+    distillation = context.cfg.parts.distillation
+    teacher = distillation.teacher if isinstance(distillation, ModelDistillation) else None
+    for parameter in chain(module.parameters(), [] if teacher is None else teacher.parameters()):
         n_bytes = parameter.numel() * parameter.element_size()
         n_shares = n_ranks if isinstance(parameter, DTensor) else 1
         total -= n_bytes * (4 if parameter.requires_grad else 1) // n_shares

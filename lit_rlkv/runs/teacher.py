@@ -1,7 +1,5 @@
 """The frozen teacher of `distillation=teacher`: another model with the run's tokenizer."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,15 +16,15 @@ from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 
 
-def with_teacher(context: RunContext) -> RunContext:
-    """Return the context with the teacher that the RL stage distils, frozen and on its device, if any.
+def load_teacher(context: RunContext) -> None:
+    """Load the teacher that the RL stage distils, if any, frozen and on the run's device.
 
     Raises:
         ConfigError: it cannot be loaded, has another tokenizer or fewer tokens, or is too short.
     """
     cfg, distillation = context.cfg, context.cfg.parts.distillation
     if not isinstance(distillation, ModelDistillation) or "rl" not in cfg.stages:
-        return context
+        return
     path = broadcast_from_rank_zero(
         context.fabric, lambda: str(pretrained_path(distillation.model, cfg.runs_dir))
     )
@@ -45,7 +43,6 @@ def with_teacher(context: RunContext) -> RunContext:
         ):
             nn.Module.to(teacher, device)
         distillation.teacher = prepare_backbone(teacher.eval())
-    return replace(context, teacher=teacher)
 
 
 def _policy_vocabulary(context: RunContext) -> int:

@@ -10,7 +10,7 @@ from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.pass_size import free_memory
-from lit_rlkv.runs.teacher import with_teacher
+from lit_rlkv.runs.teacher import load_teacher
 from tests.saved_models import chat_tokenizer, save_checkpoint, save_model
 from tests.whole_runs import config, rows_of, run
 
@@ -28,40 +28,41 @@ def taught(tmp_path, model, *overrides):
 
 def test_a_teacher_is_frozen_and_counts_as_memory(tmp_path, checkpoint):
     context = taught(tmp_path, checkpoint, "distillation.dtype=bfloat16")
-    loaded = with_teacher(context)
-    teacher = loaded.teacher
-    assert context.cfg.parts.distillation.teacher is teacher
+    module = nn.Linear(2, 2)
+    before = free_memory(context, module)
+    load_teacher(context)
+    teacher = context.cfg.parts.distillation.teacher
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
-    module = nn.Linear(2, 2)
     n_bytes = sum(2 * parameter.numel() for parameter in teacher.parameters())
-    assert free_memory(context, module) - free_memory(loaded, module) == n_bytes > 0
+    assert before - free_memory(context, module) == n_bytes > 0
 
 
 def test_no_teacher_is_loaded_without_rl(tmp_path):
     context = taught(tmp_path, "/nowhere", "stages=[sft]")
-    assert with_teacher(context) is context
+    load_teacher(context)
+    assert context.cfg.parts.distillation.teacher is None
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     other = save_checkpoint(tmp_path / "other", tokenizer=chat_tokenizer())
     says = "must have the policy's tokenizer, .* 1 tokens differ, such as '<turn>' .None here, 51 there."
     with pytest.raises(ConfigError, match=says):
-        with_teacher(taught(tmp_path, other))
+        load_teacher(taught(tmp_path, other))
 
 
 def test_a_teacher_with_fewer_tokens_than_the_policy_is_refused(tmp_path, checkpoint):
     small = save_model(tmp_path / "small", tiny_qwen3(len(build_task_tokenizer()), 0, 1))
     options = ["stages=[rl]", f"model.path={checkpoint}"]
     with pytest.raises(ConfigError, match="must have logits of at least the policy's 64 tokens, got 51"):
-        with_teacher(taught(tmp_path, small, *options))
-    with_teacher(taught(tmp_path, checkpoint, *options))
+        load_teacher(taught(tmp_path, small, *options))
+    load_teacher(taught(tmp_path, checkpoint, *options))
 
 
 def test_a_teacher_too_short_for_the_responses_is_refused(tmp_path):
     short = save_checkpoint(tmp_path / "short", max_position_embeddings=8)
     with pytest.raises(ConfigError, match=r"distillation\.model: .* has positions for 8"):
-        with_teacher(taught(tmp_path, short))
+        load_teacher(taught(tmp_path, short))
 
 
 def test_a_dense_rollout_may_be_taught_too(tmp_path, checkpoint):
