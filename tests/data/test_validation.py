@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lit_rlkv.data.tokenizers import build_task_tokenizer, encode, encode_prompt
+from lit_rlkv.data.chat import encode_prompt
+from lit_rlkv.data.tokenizers import build_task_tokenizer, encode
 from lit_rlkv.data.validation import check_answers, check_completions_fit, check_prompts_fit, measure
 from lit_rlkv.rewards import Numeric
 from lit_rlkv.tasks import ChainSum, JsonlTask, load_problems, read_preferences
