@@ -134,7 +134,7 @@ def encode_response(
     return [*token_ids, *said], [*is_said, *[True] * len(said)]
 
 
-def last_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def last_end(tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     """Return the tokens that close the last turn: those of the chat template, or the end token."""
     return turn_ends(tokenizer)[0] or (tokenizer.eos_token_id,)
 
