@@ -77,17 +77,17 @@ def render(
 def after_turn(
     tokenizer: PreTrainedTokenizerBase,
     following: Chat,
-    tool: str | None = None,
+    tool: str = "",
     *,
     add_generation_prompt: bool = True,
 ) -> str:
     """Return what the chat template writes after a turn: its end, what follows, and what opens the next turn.
 
     Args:
-        tool: the turn calls this one, as `tool_calls`; None: it is a text.
+        tool: the turn calls this one, as `tool_calls`; empty: it is a text.
     """
     turn: dict[str, Any] = {"role": "assistant", "content": TURN}
-    if tool is not None:
+    if tool:
         call = {"name": tool, "arguments": {"text": TURN}}
         turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
     (text,) = render(tokenizer, [[_QUESTION, turn, *following]], add_generation_prompt=add_generation_prompt)
@@ -95,25 +95,28 @@ def after_turn(
 
 
 def follows_calls(tokenizer: PreTrainedTokenizerBase, role: str) -> bool:
-    """Return True if the chat template shows messages of a role after a turn with `tool_calls` alone.
+    """Return True if what stands before a message of a role depends on `tool_calls` of the turn before.
 
     Raises:
-        ValueError: there is no template, or it shows none.
+        ValueError: there is no template, or it does not show messages of this role.
     """
     return _follows_calls(tokenizer, str(tokenizer.chat_template), role)
 
 
 @lru_cache(maxsize=64)
 def _follows_calls(tokenizer: PreTrainedTokenizerBase, template: str, role: str) -> bool:
-    reason = "they are left out"
-    for tool in (None, "tool"):
+    reason, written = "they are left out", {"": "", "tool": ""}
+    for tool in ("",) if role == "user" else ("", "tool"):
         try:
-            if RESULT in after_turn(tokenizer, [Message(role, RESULT, tool).as_dict()], tool):
-                return tool is not None
+            written[tool] = after_turn(tokenizer, [Message(role, RESULT, tool or None).as_dict()], tool)
         except ValueError as error:
             if tokenizer.chat_template is None:
                 raise
             reason = " ".join(str(error.__cause__).split())
+    if RESULT in written[""]:
+        return RESULT in written["tool"] and not written["tool"].endswith(written[""])
+    if RESULT in written["tool"]:
+        return True
     raise ValueError(
         f"the tokenizer's chat template shows no messages of the role {role!r} after a turn ({reason}); use "
         "another role, such as user, or another model"
