@@ -5,13 +5,12 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
-from lit_rlkv.data.chat import Observation
+from lit_rlkv.data.chat import Observation, last_end
 from lit_rlkv.environments.base import Environment
 from lit_rlkv.trust import load_trusted
 from lit_rlkv.types import Message
@@ -57,7 +56,15 @@ class Tools(Environment):
     def bind(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self._pattern is None and getattr(tokenizer, "response_template", None):
             schemas: list[Any] = [get_json_schema(tool) for tool in self.tools]
-            self._parse = partial(tokenizer.parse_response, tools=schemas)
+            end = tokenizer.decode([*last_end(tokenizer)])
+
+            def parse(text: str) -> Any:
+                try:
+                    return tokenizer.parse_response(text, prefix=self.prefix, tools=schemas)
+                except Exception:  # as of Llama's template, which reads a call up to the end of the turn
+                    return tokenizer.parse_response(f"{text}{end}", prefix=self.prefix, tools=schemas)
+
+            self._parse = parse
 
     def worked_observation(self, response: str, text: str) -> Observation:
         if self._role is None:
@@ -85,9 +92,7 @@ class Tools(Environment):
         """Yield name and arguments of each call; arguments that cannot be read are text."""
         if self._parse is not None:
             # What was given may have calls too, as in a tool's result.
-            given, calls = (
-                self._parse(text, prefix=self.prefix).get("tool_calls") or [] for text in ("", response)
-            )
+            given, calls = (self._parse(text).get("tool_calls") or [] for text in ("", response))
             yield from (_name_and_arguments(call.get("function", call)) for call in calls[len(given) :])
             return
         only = next(iter(self._by_name)) if len(self._by_name) == 1 else ""
