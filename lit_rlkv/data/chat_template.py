@@ -19,7 +19,7 @@ Chat = list[dict[str, Any]]
 """Messages, as `apply_chat_template` takes them."""
 TURN, RESULT = "turn0f3a9c", "result5e2b71"
 """Texts in place of a turn and of a message after it, to find them in what a chat template writes."""
-LIMITS = {"limit_s": 5, "limit_bytes": 1 << 29, "limit_characters": 1_000_000}
+LIMITS = {"limit_s": 3, "limit_bytes": 1 << 29, "limit_characters": 1_000_000}
 """Most processor time, memory and text of a template for a short chat."""
 _QUESTION = {"role": "user", "content": "question"}
 
@@ -147,10 +147,11 @@ def _turn_ends(
 
     special = special_ids(tokenizer)
     last, answered = written([], opens=False), written([_QUESTION], opens=True)
-    shared = shared_start(last, answered) or last
+    always_opens = last == written([], opens=True)  # a next turn, which may begin as that of the user
+    shared = shared_start(last, answered) or ([] if always_opens else last)
     first = next((n for n, id_ in enumerate(shared) if id_ in special), len(shared))
     n_ends = len([*takewhile(special.__contains__, shared[first:])])
-    if shared != last == written([], opens=True):  # it always opens a next turn, perhaps as that of the user
+    if always_opens and len(shared) < len(last):
         n_ends = min(n_ends, 1)
     end = shared[: first + n_ends] if n_ends else ()
     between = answered[: len(end)]

@@ -1,10 +1,8 @@
 """Conversations to token ids, in rollouts and in SFT, against what chat templates write for the whole."""
 
 import json
-import os
-import time
+import resource
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import processors
@@ -215,7 +213,9 @@ ENDS = {
 OTHER_ENDS = {
     "user": {"glm4moe": ("<|user|>",)},
     "tool": {"glm4moe": ("<|observation|>",), "gptoss": ("<|call|>",)}
-    | dict.fromkeys(["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma"], ("<|tool_response>",)),
+    | dict.fromkeys(
+        ["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma"], ("<|tool_response>",)
+    ),
 }
 """Tokens that end a turn that the user answers, and one that calls a tool, where they differ."""
 
@@ -299,7 +299,12 @@ def check(name, kind, result):
     # SFT: the same, and the last turn.
     spoken = whole[len(until) :].partition(last)[0] if whole.startswith(until) else "6"
     batch = encode_completions(
-        tokenizer, [(Message("user", "2*3?"),)], [spoken], [(said, result)], pool.tools, pool.worked_observation
+        tokenizer,
+        [(Message("user", "2*3?"),)],
+        [spoken],
+        [(said, result)],
+        pool.tools,
+        pool.worked_observation,
     )
     assert batch.input_ids[0].tolist() == [*ids, *sampled, *observed, *plain(tokenizer, spoken + last)]
     assert tokenizer.decode(batch.input_ids[0][batch.is_target[0]]) == said + end + spoken + last
@@ -327,3 +332,71 @@ def test_rollout_and_sft_read_what_the_template_writes_for_a_tools_result(name: 
     assert is_kept == (family not in REWRITES_TOOL_TURNS)
     tokenizer, _, _ = tokenizer_of(name, "tool")
     assert observed != encode_observation(tokenizer, "")  # negative control: the user's
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "turn", "observation", "written"),
+    [
+        ("glm4moe", ("<|user|>", "<|observation|>"), "<eos>", "tool", "<|observation|>\n<tool_response>\n6\n</tool_response><|assistant|>"),
+        ("glm4moe", ("<|user|>", "<|observation|>"), "<|observation|>", "tool", "\n<tool_response>\n6\n</tool_response><|assistant|>"),
+        ("cohere2", (), "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "user", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>6"),
+        ("cohere2", (), "<|END_OF_TURN_TOKEN|>", "user", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>6"),
+        ("gptoss", ("<|return|>",), "<|return|>", "user", "<|start|>user<|message|>6"),
+        ("qwen2_5", ("<|endoftext|>",), "<|endoftext|>", "user", "\n<|im_start|>user\n6"),
+        ("qwen2_5", (), "cut", "user", "<|im_end|>\n<|im_start|>user\n6"),
+        ("gemma4", (), "<turn|>", "tool", "<|tool_response>response:add{"),
+    ],
+)  # fmt: skip
+def test_the_end_that_was_sampled_stands_once(name, ends, turn, observation, written):
+    tokenizer = trl_tokenizer(name, ends=ends)
+    ids = encode_observation(tokenizer, [Message(observation, "6", "add")], plain(tokenizer, f"5{turn}"))
+    assert tokenizer.decode(ids).startswith(written)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>", [""]),
+        ("{% for m in messages %}<|im_start|>{{ m.role }}<|x|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant<|x|>", ["<|im_end|>"]),
+        ("{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ '\n<eos>' }}{% endif %}{% endfor %}", ["\n<eos>"]),
+        ("{{ messages[0].content }}{{ messages[1].content }}<|im_end|>{{ raise_exception('no') if messages[2] }}", [""]),
+        ("{{ 1 // 0 }}", [""]),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_turn_is_what_the_template_writes_there(template, ends):
+    tokenizer = byte_tokenizer(template)
+    assert tokenizer.decode([*turn_ends(tokenizer)[0]]) == "".join(ends)
+
+
+BOMBS = {
+    "{{ 1 // 0 }}": "by zero",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "recursion",
+    "{% set x = 'a' * 40000000000 %}": "memory",
+    "{% for i in range(10**12) %}{% endfor %}": "Range too big",
+    "{% set n = range(10000) %}{% for i in n %}{% for j in n %}{% for k in n %}{% endfor %}{% endfor %}{% endfor %}": "more than 3 s",
+    "{{ '%1000000000d' % 1 }}": "memory",
+    "{% for i in range(30000) %}{{ messages[0].content * 100 }}{% endfor %}": "too long",
+    "{{ 1 + messages[0].content }}": "unsupported operand",
+    "{{ messages[0].content | replace('', 'a' * 10000000) }}": "memory|too long",
+    "{{ 10 ** (10 ** 9) }}": "more than 3 s|memory",
+    "{% if": "unexpected|Expected|expected",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_template_that_fails_or_never_ends_is_refused_in_one_line(tmp_path, template: str):
+    tokenizer = byte_tokenizer("")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"chat template refuses .*({BOMBS[template]})") as refused:
+        encode_prompt(load_tokenizer(str(tmp_path)), "2*3?")
+    assert "\n" not in str(refused.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 100_000  # KiB
+
+
+def test_a_template_of_a_folder_is_rendered_as_before(tmp_path):
+    for name in ("qwen3", "gemma4_v5", "gptoss_training"):
+        trl_tokenizer(name).save_pretrained(tmp_path / name)
+        tokenizer = load_tokenizer(str(tmp_path / name))
+        assert encode_prompt(tokenizer, "2*3?") == encode_prompt(trl_tokenizer(name), "2*3?")

@@ -11,8 +11,9 @@ import sys
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,19 +43,34 @@ def main() -> None:
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value)
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    for chat in job["chats"]:
-        for adds in (False, True):
-            n_left = job["limit_characters"]
-            try:
-                given = dict(messages=chat, add_generation_prompt=adds, **job["variables"])
-                for part in environment.from_string(job["template"]).generate(given):
-                    n_left -= len(part)
-                    if n_left < 0:
-                        sys.exit("its text is too long")
-            except MemoryError:
-                sys.exit("it needs too much memory")
-            except Exception:  # as of a template that takes no second turn
-                continue
+    environment.globals["raise_exception"] = _refuse
+    try:
+        template = environment.from_string(job["template"])
+        for chat in job["chats"]:
+            for adds in (False, True):
+                _render(template, chat, adds, job)
+    except MemoryError:
+        sys.exit("it needs too much memory")
+    except Exception:
+        return  # it is no template
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _render(template: Template, chat: list[dict[str, str]], adds: bool, job: dict[str, Any]) -> None:
+    n_left = job["limit_characters"]
+    try:
+        given = {"messages": chat, "add_generation_prompt": adds, "tools": None, "documents": None}
+        for part in template.generate(given | job["variables"]):
+            n_left -= len(part)
+            if n_left < 0:
+                sys.exit("its text is too long")
+    except MemoryError:
+        raise
+    except Exception:
+        return  # as of a template that takes no second turn
 
 
 if __name__ == "__main__":
