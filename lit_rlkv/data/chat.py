@@ -30,13 +30,8 @@ from lit_rlkv.types import Message, Prompt, PromptBatch
 
 Observation = str | Sequence[Message]
 """A text, which is a message of the user in a chat template, or messages."""
-Observe = Callable[[str, str], Observation]
-"""Returns the observation after a worked turn, given the turn and the observation's text."""
-
-
-def own_observation(response: str, text: str) -> Observation:
-    """Return the observation after a worked turn as the text that it is."""
-    return text
+Observe = Callable[[str, str], Observation] | None
+"""Returns the observation after a worked turn, given the turn and the observation's text; None: the text."""
 
 
 def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Sequence[Tool] = ()) -> str:
@@ -125,7 +120,7 @@ def encode_response(
     token_ids: list[int] = []
     is_said: list[bool] = []
     for response, text in zip(turns[::2], turns[1::2], strict=True):
-        written, _ = _written_after(tokenizer, observe(response, text))
+        written, _ = _written_after(tokenizer, observe(response, text) if observe else text)
         said = [*encode(tokenizer, response), *_taught_end(tokenizer, written)]
         given = _unsampled(tokenizer, written, said)
         token_ids += [*said, *given]
@@ -145,20 +140,16 @@ def _written_after(
     """Return the tokens that the chat template writes after the text of a turn, and which of them end it."""
     if tokenizer.chat_template is None and isinstance(observation, str):
         return plain_ids(tokenizer, encodable(tokenizer, observation)), last_end(tokenizer)
-    messages = [
-        Message(message.role, encodable(tokenizer, message.content), message.name)
-        for message in as_messages(observation)
-    ]
-    chat = as_chat(messages)
-    # Of the messages after a turn the first decides what the turn must be.
-    if not follows_calls(tokenizer, messages[0].role):
+    chat = as_chat(observation)
+    for message in chat:
+        message["content"] = encodable(tokenizer, message["content"])
+    if not max(follows_calls(tokenizer, message["role"]) for message in chat):
         return plain_ids(tokenizer, after_turn(tokenizer, chat)), last_end(tokenizer)
-    tool = messages[0].name or "tool"
+    tool = chat[0].get("name", "tool")
     written = plain_ids(tokenizer, after_turn(tokenizer, chat, tool))
-    alone = plain_ids(tokenizer, after_turn(tokenizer, [], tool, add_generation_prompt=False))
+    alone = plain_ids(tokenizer, after_turn(tokenizer, [], tool, opens=False))
     # Both begin with what closes the call, which is text of the turn, and with the end of the turn.
-    shared = shared_start(written, alone)
-    special = special_ids(tokenizer)
+    shared, special = shared_start(written, alone), special_ids(tokenizer)
     n_text = max((n for n, id_ in enumerate(shared) if id_ in special), default=len(shared))
     return written[n_text:], written[n_text : len(shared)]
 
@@ -203,7 +194,7 @@ def count_tokens(
         tools: see `format_prompt`.
 
     Raises:
-        ValueError: a row cannot be encoded; `encode_prompt` and `encode` say which and why.
+        ValueError: a row may not be encoded; `encode_prompt` and `encode` say which and why.
     """
     texts = format_prompts(tokenizer, prompts, tools)
     has_template = tokenizer.chat_template is not None
@@ -222,13 +213,8 @@ def count_tokens(
     if unk is not None and has_template:  # which may leave a message out
         contents = ["\n".join(message["content"] for message in as_chat(prompt)) for prompt in prompts]
         checked = [*encoded, _batch_ids(tokenizer, contents, add_special_tokens=False)]
-    for row in range(len(prompts)) if unk is not None else ():
-        if any(unk in column[row] for column in checked):  # perhaps of a word, perhaps as an opening token
-            encode_prompt(tokenizer, prompts[row])
-            for column in completions:
-                check_encodable(tokenizer, column[row])
-    if not all(encoded[0]):
-        raise ValueError("a prompt has no tokens")
+    if not all(encoded[0]) or (unk is not None and any(unk in row for column in checked for row in column)):
+        raise ValueError("a prompt has no tokens, or a word none of its own")
     return [[*map(len, column)] for column in encoded]
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: rendering that fails in one line, and the tokens that close a turn."""
+"""Chat templates: rendering that fails in one line, and what they write after a turn."""
 
 import json
 import subprocess
@@ -12,16 +12,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from lit_rlkv.rewards.isolated import TEMPLATE
-from lit_rlkv.types import Message, prompt_text
+from lit_rlkv.types import Message
 
 Tool = Callable[..., Any]
 Chat = list[dict[str, Any]]
 """Messages, as `apply_chat_template` takes them."""
 TURN, RESULT = "turn0f3a9c", "result5e2b71"
-"""Texts in place of a turn and of a message after it, to find them in what a chat template writes."""
-LIMITS = {"limit_s": 3, "limit_bytes": 1 << 29, "limit_characters": 1_000_000}
+"""Texts in place of a turn and of a message, to find them in what a chat template writes."""
+LIMITS = {"limit_s": 4, "limit_bytes": 1 << 29, "limit_characters": 1_000_000}
 """Most processor time, memory and text of a template for a short chat."""
-_QUESTION = {"role": "user", "content": "question"}
+_QUESTION = {"role": "user", "content": "what is 2 * 3? " * 9}  # in characters of every tokenizer
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -31,8 +31,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def shared_start(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
     """Return the tokens with which both begin."""
-    n_shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])
-    return first[:n_shared]
+    return first[: len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])]
 
 
 def as_chat(prompt: str | Sequence[Message]) -> Chat:
@@ -42,56 +41,45 @@ def as_chat(prompt: str | Sequence[Message]) -> Chat:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[Chat],
-    tools: Sequence[Tool] = (),
-    *,
-    add_generation_prompt: bool = True,
+    tokenizer: PreTrainedTokenizerBase, chats: list[Chat], tools: Sequence[Tool] = (), opens: bool = True
 ) -> list[str]:
-    """Return chats in the tokenizer's chat template.
+    """Return chats in the tokenizer's chat template; `opens` adds the generation prompt.
 
     Raises:
         ValueError: there is no template, or it refuses a chat.
     """
-    shown = repr(prompt_text(tuple(Message(one["role"], str(one.get("content"))) for one in chats[0])))
+    shown = repr("\n".join(f"{message['role']}: {message['content']}" for message in chats[0]))
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer has no chat template to write the chat {shown} with; use a model that has one, "
-            "or prompts and observations that are text"
+            "or prompts and observations of text"
         )
     schemas: list[Any] = [get_json_schema(tool) for tool in tools]
     try:
         texts = tokenizer.apply_chat_template(
-            list(chats), tools=schemas or None, tokenize=False, add_generation_prompt=add_generation_prompt
+            chats, tools=schemas or None, tokenize=False, add_generation_prompt=opens
         )
     except Exception as error:  # a stranger's template may raise anything
-        shown = shown if len(chats) == 1 else "a prompt"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"the tokenizer's chat template refuses {shown}: {reason:.300}; change the messages, or use "
-            "another model"
+            f"the tokenizer's chat template refuses {shown if len(chats) == 1 else 'a prompt'}: "
+            f"{reason:.300}; change the messages, or use another model"
         ) from error
     return cast(list[str], texts)
 
 
 def after_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    following: Chat,
-    tool: str = "",
-    *,
-    add_generation_prompt: bool = True,
+    tokenizer: PreTrainedTokenizerBase, following: Chat, tool: str = "", opens: bool = True
 ) -> str:
     """Return what the chat template writes after a turn: its end, what follows, and what opens the next turn.
 
     Args:
         tool: the turn calls this one, as `tool_calls`; empty: it is a text.
     """
-    turn: dict[str, Any] = {"role": "assistant", "content": TURN}
-    if tool:
-        call = {"name": tool, "arguments": {"text": TURN}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    (text,) = render(tokenizer, [[_QUESTION, turn, *following]], add_generation_prompt=add_generation_prompt)
-    return text.partition(TURN)[2]
+    call = {"type": "function", "function": {"name": tool, "arguments": {"text": TURN}}}
+    turn = {"content": "", "tool_calls": [call]} if tool else {"content": TURN}
+    chat: Chat = [_QUESTION, {"role": "assistant", **turn}, *following]
+    return render(tokenizer, [chat], opens=opens)[0].partition(TURN)[2]
 
 
 def follows_calls(tokenizer: PreTrainedTokenizerBase, role: str) -> bool:
@@ -113,24 +101,20 @@ def _follows_calls(tokenizer: PreTrainedTokenizerBase, template: str, role: str)
             if tokenizer.chat_template is None:
                 raise
             reason = " ".join(str(error.__cause__).split())
-    if RESULT in written[""]:
-        return RESULT in written["tool"] and not written["tool"].endswith(written[""])
-    if RESULT in written["tool"]:
-        return True
-    raise ValueError(
-        f"the tokenizer's chat template shows no messages of the role {role!r} after a turn ({reason}); use "
-        "another role, such as user, or another model"
-    )
+    if RESULT not in written[""] + written["tool"]:
+        raise ValueError(
+            f"the tokenizer's chat template shows no messages of the role {role!r} after a turn ({reason}); "
+            "use another role, such as user, or another model"
+        )
+    return RESULT in written["tool"] and not (RESULT in written[""] and written["tool"].endswith(written[""]))
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[int], Sequence[int]]:
     """Return the tokens with which the chat template closes the last turn, and one that the user answers.
 
-    They are the same but for few templates: gpt-oss has `<|return|>` and `<|end|>`. They are empty without a
-    template, and where it writes no special token there, as GLM.
+    They differ in few templates: gpt-oss has `<|return|>` and `<|end|>`. They are empty without a template,
+    and where it writes no special token there, as GLM.
     """
-    if tokenizer.chat_template is None:
-        return (), ()
     return _turn_ends(tokenizer, str(tokenizer.chat_template), len(tokenizer))
 
 
@@ -138,44 +122,41 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[int], Sequen
 def _turn_ends(
     tokenizer: PreTrainedTokenizerBase, template: str, n_tokens: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    def written(following: Chat, *, opens: bool) -> Sequence[int]:
+    def written(*following: dict[str, str], opens: bool) -> Sequence[int]:
         try:
-            text = after_turn(tokenizer, following, add_generation_prompt=opens)
+            return tokenizer.encode(
+                after_turn(tokenizer, [*following], opens=opens), add_special_tokens=False
+            )
         except ValueError:
-            return ()
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+            return []
 
-    special = special_ids(tokenizer)
-    last, answered = written([], opens=False), written([_QUESTION], opens=True)
-    always_opens = last == written([], opens=True)  # a next turn, which may begin as that of the user
-    shared = shared_start(last, answered) or ([] if always_opens else last)
+    special, last, answered = special_ids(tokenizer), written(opens=False), written(_QUESTION, opens=True)
+    # A template that always opens a next turn may open it as that of the user.
+    opens_always = last == written(opens=True)
+    shared = shared_start(last, answered) or ([] if opens_always else last)
     first = next((n for n, id_ in enumerate(shared) if id_ in special), len(shared))
     n_ends = len([*takewhile(special.__contains__, shared[first:])])
-    if always_opens and len(shared) < len(last):
-        n_ends = min(n_ends, 1)
-    end = shared[: first + n_ends] if n_ends else ()
+    n_ends = min(n_ends, 1) if opens_always and len(shared) < len(last) else n_ends
+    end = shared[: first + n_ends] if n_ends else []
     between = answered[: len(end)]
-    return end, between if special.issuperset({*between} - {*end}) else ()
+    return end, between if special.issuperset({*between} - {*end}) else []
 
 
 @lru_cache(maxsize=64)
 def check_rendering(template: str, variables: str) -> None:
-    """Render short chats in a process with limits, before a stranger's template is rendered in this one.
+    """Raise a ValueError if a stranger's template takes too much time, memory or text, in its own process.
 
     Args:
         variables: of the template, as JSON.
-
-    Raises:
-        ValueError: the template takes too much time, memory or text.
     """
-    asked, answer = Message("user", "What is 2 * 3? " * 20), Message("assistant", "6")
-    chats = [as_chat(chat) for chat in ([asked], [asked, answer], [asked, answer, asked])]
-    job = {"template": template, "variables": json.loads(variables), "chats": chats, **LIMITS}
-    # The worker's limit is of processor time: another one may keep it waiting.
+    turn = {"role": "assistant", "content": "6"}
+    chats = [([_QUESTION], True), ([_QUESTION, turn], False), ([_QUESTION, turn, _QUESTION], True)]
+    given = [{"messages": chat, "add_generation_prompt": opens, "tools": None} for chat, opens in chats]
+    job = {"template": template, "variables": json.loads(variables), "chats": given, **LIMITS}
+    # Without a limit of time here: others may keep the processor busy.
     done = subprocess.run(
         [sys.executable, "-P", str(TEMPLATE)], input=json.dumps(job), capture_output=True, text=True
     )
     if done.returncode != 0:
-        took_s = LIMITS["limit_s"]
-        reason = f"it takes more than {took_s} s" if done.returncode < 0 else done.stderr.strip()[-300:]
-        raise ValueError(f"the tokenizer's chat template refuses a short chat: {reason}; use another model")
+        took = f"it takes more than {LIMITS['limit_s']} s" if done.returncode < 0 else done.stderr.strip()
+        raise ValueError(f"the tokenizer's chat template refuses a short chat: {took}; use another model")

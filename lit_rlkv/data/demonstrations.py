@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.chat import Observe, encode_prompts, encode_response, own_observation
+from lit_rlkv.data.chat import Observe, encode_prompts, encode_response
 from lit_rlkv.data.chat_template import Tool
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
@@ -92,7 +92,7 @@ class PreferenceDataModule(L.LightningDataModule):
         tokens_per_pass: int = TOKENS_PER_PASS,
         tools: Sequence[Tool] = (),
         prompts_of: Callable[[Sequence[Problem]], Sequence[Prompt]] = own_prompts,
-        observe: Observe = own_observation,
+        observe: Observe = None,
     ) -> None:
         super().__init__()
         self.task = task
@@ -211,7 +211,7 @@ def encode_completions(
     completions: Sequence[str],
     turns: Sequence[Sequence[str]] | None = None,
     tools: Sequence[Tool] = (),
-    observe: Observe = own_observation,
+    observe: Observe = None,
 ) -> DemonstrationBatch:
     """Return prompts, padded on the left, with completion and end of turn, padded on the right.
 

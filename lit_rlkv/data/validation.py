@@ -13,7 +13,6 @@ from lit_rlkv.data.chat import (
     encode_prompt,
     encode_response,
     last_end,
-    own_observation,
 )
 from lit_rlkv.data.chat_template import Tool
 from lit_rlkv.data.prompts import PromptSource
@@ -58,7 +57,7 @@ def measure(
     *,
     needs_eval_split: bool,
     tools: Sequence[Tool] = (),
-    observe: Observe = own_observation,
+    observe: Observe = None,
     on_progress: Callable[[int], object] = int,
 ) -> Sizes:
     """Count the tokens of all rows of a user's data, or of the first problems of another task.

@@ -11,7 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, expanded, find_gguf, require
 from lit_rlkv.config.options import show
-from lit_rlkv.data.chat import last_end, own_observation
+from lit_rlkv.data.chat import format_prompt, last_end
+from lit_rlkv.data.chat_template import RESULT
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.data.validation import (
@@ -105,11 +106,16 @@ def build_context(
     with as_config_errors("model"):
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
+        if RESULT not in format_prompt(tokenizer, RESULT):  # as of models for images
+            raise ConfigError(
+                f"model.path={path}: its chat template leaves out texts of the user; use another"
+            )
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
     factory = cfg.parts.environment_factory
     environments = None if factory is None else EnvironmentPool(factory, cfg.rollout, tokenizer)
-    if environments is not None:
-        with as_config_errors("environment"):
+    if environments is not None and cfg.environment is not None:
+        role = cfg.environment.get("role")
+        with as_config_errors("environment" if role is None else f"environment.role={role}"):
             environments.check()
     sizes = _measured(cfg, tokenizer, task, environments)
     return RunContext(cfg, fabric, tokenizer, task, sizes, rewards, environments, pass_limit=pass_limit)
@@ -158,7 +164,7 @@ def _measured(
             needs_eval_split="eval" in cfg.stages,
             on_progress=advance,
             tools=() if environments is None else environments.tools,
-            observe=own_observation if environments is None else environments.worked_observation,
+            observe=None if environments is None else environments.worked_observation,
         )
     longest = max(sizes.solutions)
     if "sft" in cfg.stages and min(sizes.solutions) == len(last_end(tokenizer)):
