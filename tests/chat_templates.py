@@ -1,5 +1,7 @@
 """Tokenizers with chat templates: TRL's, each with its special tokens, and one of a few words."""
 
+# ruff: noqa: RUF001, as templates are long and have such characters
+
 import re
 from functools import cache
 from importlib.util import find_spec

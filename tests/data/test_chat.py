@@ -1,5 +1,7 @@
 """Conversations to token ids, in rollouts and in SFT, against what chat templates write for the whole."""
 
+# ruff: noqa: E501, RUF001, as templates are long and have such characters
+
 import json
 import resource
 from functools import partial
@@ -200,8 +202,6 @@ REWRITES_TURNS = REWRITES_TOOL_TURNS | {
     "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "qwen3_5_think", "qwen3_6",
 }  # fmt: skip
 """Templates that drop thoughts of a turn once the user has answered."""
-REWRITTEN_TOO = REWRITES_TOOL_TURNS | {"gptoss"}
-"""Templates that rewrite earlier turns once the last turn is there."""
 ENDS = {
     "cohere": ("<|END_OF_TURN_TOKEN|>",), "cohere2": ("<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
     "deepseek": ("<｜end▁of▁sentence｜>",), "gemma4": ("<turn|>",), "diffusion": ("<turn|>",),
@@ -266,7 +266,7 @@ def conversations(tokenizer, tools, chat):
 
 
 def check(name, kind, result):
-    """Compare rollout, SFT and template; return what was given after the first turn."""
+    """Compare rollout, SFT and template; return if it keeps the turn, and what was given after it."""
     family = name.removesuffix("_training")
     tokenizer, end, last = tokenizer_of(name, kind)
     end, last = "".join(end), "".join(last)
@@ -312,12 +312,12 @@ def check(name, kind, result):
         read = tokenizer.decode(batch.input_ids[0])
         assert read.removesuffix("<eos>") == whole[: len(read.removesuffix("<eos>"))]
         assert whole[len(read) :].strip() in ("", "<|end|>", "<|endoftext|>", "<|user|>")
-    return is_kept, whole.startswith(until), observed
+    return is_kept, observed
 
 
 @pytest.mark.parametrize("name", [one for one in TEMPLATES if one.removesuffix("_training") not in NO_TEXT])
 def test_rollout_and_sft_read_what_the_template_writes_for_a_user_who_answers(name: str):
-    is_kept, _, _ = check(name, "user", "Again.")
+    is_kept, _ = check(name, "user", "Again.")
     if not name.endswith("_training"):
         assert is_kept == (name not in REWRITES_TURNS)
 
@@ -327,7 +327,7 @@ def test_rollout_and_sft_read_what_the_template_writes_for_a_user_who_answers(na
 )
 def test_rollout_and_sft_read_what_the_template_writes_for_a_tools_result(name: str):
     for result in RESULTS:
-        is_kept, is_kept_at_the_end, observed = check(name, "tool", result)
+        is_kept, observed = check(name, "tool", result)
     family = name.removesuffix("_training")
     assert is_kept == (family not in REWRITES_TOOL_TURNS)
     tokenizer, _, _ = tokenizer_of(name, "tool")
