@@ -89,6 +89,12 @@ class Message:
 
     role: str
     content: str
+    name: str | None = field(default=None, compare=False)
+    """The tool whose result it is."""
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the fields that have a value."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 Prompt = str | tuple[Message, ...]

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_rlkv.data.chat import Observe, encode_prompts, encode_response
+from lit_rlkv.data.chat_template import Tool
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import Tool, encode, encode_observation, encode_prompts
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
@@ -74,6 +75,7 @@ class PreferenceDataModule(L.LightningDataModule):
         ranks: those among which `source` divides the problems.
         tools: functions that the chat template describes, as in the rollouts.
         prompts_of: returns the prompts of problems, as in the rollouts.
+        observe: returns the observations of worked turns, as in the rollouts.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class PreferenceDataModule(L.LightningDataModule):
         tokens_per_pass: int = TOKENS_PER_PASS,
         tools: Sequence[Tool] = (),
         prompts_of: Callable[[Sequence[Problem]], Sequence[Prompt]] = own_prompts,
+        observe: Observe = None,
     ) -> None:
         super().__init__()
         self.task = task
@@ -103,6 +106,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.tokens_per_pass = tokens_per_pass
         self.tools = tools
         self.prompts_of = prompts_of
+        self.observe = observe
         self.n_batches = 0
 
     def train_dataloader(self) -> DataLoader[SFTBatch]:
@@ -154,8 +158,8 @@ class PreferenceDataModule(L.LightningDataModule):
         return self._encoded(problems[own], rejected[own])
 
     def _encoded(self, problems: Sequence[Problem], completions: Sequence[str]) -> DemonstrationBatch:
-        turns = [problem.turns for problem in problems]
-        return encode_completions(self.tokenizer, self.prompts_of(problems), completions, turns, self.tools)
+        prompts, turns = self.prompts_of(problems), [problem.turns for problem in problems]
+        return encode_completions(self.tokenizer, prompts, completions, turns, self.tools, self.observe)
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "source": self.source.state_dict()}
@@ -207,22 +211,19 @@ def encode_completions(
     completions: Sequence[str],
     turns: Sequence[Sequence[str]] | None = None,
     tools: Sequence[Tool] = (),
+    observe: Observe = None,
 ) -> DemonstrationBatch:
-    """Return prompts, padded on the left, with completion and end of sequence, padded on the right.
+    """Return prompts, padded on the left, with completion and end of turn, padded on the right.
 
     Args:
         turns: of each row, what comes before the completion: a response and its observation, and so on.
         tools: functions that the chat template describes.
+        observe: returns the observation after a worked turn.
     """
     left = encode_prompts(tokenizer, prompts, tools)
-    endings: list[list[int]] = []
-    targets: list[list[bool]] = []
-    for before, completion in zip(turns or [()] * len(prompts), completions, strict=True):
-        said = [[*encode(tokenizer, text), tokenizer.eos_token_id] for text in (*before[::2], completion)]
-        given = [*(encode_observation(tokenizer, text) for text in before[1::2]), []]
-        parts = [part for pair in zip(said, given, strict=True) for part in pair]
-        endings.append([id_ for part in parts for id_ in part])
-        targets.append([number % 2 == 0 for number, part in enumerate(parts) for _ in part])
+    rows = zip(turns or [()] * len(prompts), completions, strict=True)
+    encoded = [encode_response(tokenizer, completion, before, observe) for before, completion in rows]
+    endings, targets = zip(*encoded, strict=True)
     width = max(len(ending) for ending in endings)
     pad = tokenizer.pad_token_id
     right_ids = torch.tensor([ending + [pad] * (width - len(ending)) for ending in endings])

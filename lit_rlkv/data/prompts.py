@@ -18,7 +18,7 @@ _MAX_DRAWS = 1000
 
 def split_of(prompt: Prompt) -> str:
     """Return "eval" for about one in ten prompts, else "train", whatever the task and seed."""
-    text = prompt if isinstance(prompt, str) else json.dumps([vars(message) for message in prompt])
+    text = prompt if isinstance(prompt, str) else json.dumps([message.as_dict() for message in prompt])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "eval" if int.from_bytes(digest, "big") % _EVAL_ONE_IN == 0 else "train"
 

@@ -2,15 +2,14 @@
 
 import json
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Int
-from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,9 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
+from lit_rlkv.data.chat_template import check_rendering, special_ids, turn_ends
 from lit_rlkv.models.loading import friendly_errors
 from lit_rlkv.rollout.turns import last_turn
-from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
+from lit_rlkv.types import PromptBatch
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -29,12 +29,12 @@ MAX_SHOWN = 3
 TASK_CHARACTERS = string.digits + string.ascii_lowercase + "+-*=,;:?>() \n"
 """Every character that the native tasks may write, in the order of their token ids."""
 
-_TASK_VOCABULARY = {token: id_ for id_, token in enumerate((PAD_TOKEN, EOS_TOKEN, *TASK_CHARACTERS))}
+TASK_VOCABULARY = {token: id_ for id_, token in enumerate((PAD_TOKEN, EOS_TOKEN, *TASK_CHARACTERS))}
 
 
 def build_task_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character; a character outside the vocabulary raises."""
-    backend = Tokenizer(models.WordLevel(_TASK_VOCABULARY))
+    backend = Tokenizer(models.WordLevel(TASK_VOCABULARY))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -60,6 +60,9 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.end_ids = listed  # read by end_token_ids
+    templates = tokenizer.chat_template or {}
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        check_rendering(template, json.dumps(tokenizer.special_tokens_map, default=str))
     return tokenizer
 
 
@@ -72,14 +75,13 @@ def _listed_ends(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ..
     file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
     listed = None if file is None else json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
     ids = [] if listed is None else [listed] if isinstance(listed, int) else listed
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return tuple(id_ for id_ in ids if id_ in special)
+    return tuple(id_ for id_ in ids if id_ in special_ids(tokenizer))
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return all tokens that end a response: the tokenizer's own, then those of its generation config."""
+    """Return all tokens that end a response: of tokenizer, generation config and chat template."""
     listed = vars(tokenizer).get("end_ids", ())
-    return list(dict.fromkeys([tokenizer.eos_token_id, *listed]))
+    return list(dict.fromkeys([tokenizer.eos_token_id, *listed, *turn_ends(tokenizer)[0][-1:]]))
 
 
 def is_end(tokenizer: PreTrainedTokenizerBase, input_ids: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
@@ -112,9 +114,9 @@ def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """Raise a ValueError that names characters or words for which the tokenizer has no token."""
     unk, unknown = tokenizer.unk_token_id, set()
     if is_task_tokenizer(tokenizer):
-        unknown = set(text) - _TASK_VOCABULARY.keys()
-    elif unk is not None and unk in _plain_ids(tokenizer, text):
-        unknown = {word for word in text.split() if unk in _plain_ids(tokenizer, word)} or {text}
+        unknown = set(text) - TASK_VOCABULARY.keys()
+    elif unk is not None and unk in plain_ids(tokenizer, text):
+        unknown = {word for word in text.split() if unk in plain_ids(tokenizer, word)} or {text}
     if unknown:
         shown = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(
@@ -122,153 +124,25 @@ def check_encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         )
 
 
+def encodable(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return a text with `?` for characters without a token, unless the tokenizer has an unknown token."""
+
+    def is_known(part: str) -> bool:
+        if is_task_tokenizer(tokenizer):
+            return TASK_VOCABULARY.keys() >= {*part}
+        try:
+            return isinstance(plain_ids(tokenizer, part), list)
+        except Exception:  # of the tokenizers library, which has no class for it
+            return False
+
+    text = text.encode("utf-8", "replace").decode()  # half of a pair has no token anywhere
+    return text if is_known(text) else "".join(one if is_known(one) else "?" for one in text)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text without special tokens; raise on a character without a token."""
     check_encodable(tokenizer, text)
-    return _plain_ids(tokenizer, text)
-
-
-Tool = Callable[..., Any]
-
-
-def format_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Sequence[Tool] | None = None
-) -> str:
-    """Return the prompt in the tokenizer's chat template, up to the start of the assistant's answer.
-
-    A text is one user message, or stays as it is without a template.
-
-    Args:
-        tools: functions that the template describes to the model, if it can.
-    """
-    if tokenizer.chat_template is None:
-        if isinstance(prompt, str):
-            return prompt
-        raise ValueError(
-            f"the tokenizer has no chat template to write the chat {prompt_text(prompt)!r} with; use a model "
-            "that has one, or prompts that are text"
-        )
-    try:
-        text = tokenizer.apply_chat_template(
-            _messages(prompt), tools=[*tools] if tools else None, tokenize=False, add_generation_prompt=True
-        )
-    except TemplateError as error:
-        raise ValueError(
-            f"the tokenizer's chat template refuses {prompt_text(prompt)!r}: {error}; change the "
-            "messages, or use another model"
-        ) from error
-    return cast(str, text)
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Sequence[Tool] | None = None
-) -> list[int]:
-    """Return the token ids of a formatted prompt, with opening tokens unless a chat template wrote them."""
-    text = format_prompt(tokenizer, prompt, tools)
-    for content in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
-        check_encodable(tokenizer, content)
-    has_template = tokenizer.chat_template is not None
-    input_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
-    if not input_ids:
-        raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
-    return input_ids if has_template else _open_ended(input_ids, end_token_ids(tokenizer))
-
-
-_TURN = "<<turn>>"
-"""Text of a turn, to find what a chat template writes after one."""
-
-
-def encode_observation(tokenizer: PreTrainedTokenizerBase, observation: str | Sequence[Message]) -> list[int]:
-    """Return the tokens between a turn's end token and the next turn.
-
-    They are those that the chat template writes there: the observation as messages, a text as one of the
-    user, and the start of the assistant's answer. Without a template they are those of the text.
-
-    Raises:
-        ValueError: a text has no tokens, or the template refuses a message or leaves it out.
-    """
-    messages = (Message("user", observation),) if isinstance(observation, str) else tuple(observation)
-    for message in messages:
-        check_encodable(tokenizer, message.content)
-    if tokenizer.chat_template is None and isinstance(observation, str):
-        token_ids = _plain_ids(tokenizer, observation)
-    else:
-        chat = (Message("user", "."), Message("assistant", _TURN), *messages)
-        _, _, after = format_prompt(tokenizer, chat).partition(_TURN)
-        for message in messages:
-            if message.content.strip() not in after:
-                raise ValueError(
-                    f"the tokenizer's chat template leaves out a message of the role {message.role!r}; use "
-                    "another role, such as user, or another model"
-                )
-        token_ids = _plain_ids(tokenizer, after)
-        if token_ids and token_ids[0] in end_token_ids(tokenizer):
-            token_ids = token_ids[1:]  # the sampled turn has its own
-    if not token_ids:
-        raise ValueError(f"the observation {observation!r} has no tokens; make it longer")
-    return token_ids
-
-
-def _open_ended(input_ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return a prompt without the end tokens that close it, as of `add_eos_token=True`; it has to go on."""
-    n = len(input_ids)
-    while n > 1 and input_ids[n - 1] in ends:
-        n -= 1
-    return input_ids[:n]
-
-
-def count_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    *completions: Sequence[str],
-    tools: Sequence[Tool] = (),
-) -> list[list[int]]:
-    """Return the number of tokens of each prompt, and of each text of further columns of completions.
-
-    Args:
-        tools: see `format_prompt`.
-
-    Raises:
-        ValueError: a row cannot be encoded; `encode_prompt` and `encode` say which and why.
-    """
-    texts = _format_prompts(tokenizer, prompts, tools)
-    has_template = tokenizer.chat_template is not None
-    if is_task_tokenizer(tokenizer):  # which has no token for an unknown character either
-        columns = [texts, *completions]
-        is_known = _TASK_VOCABULARY.keys() >= {*"".join(map("".join, columns))}
-        if has_template or not is_known or not all(texts) or not _has_token_per_character(tokenizer):
-            raise ValueError("the number of characters may not be that of the tokens")
-        return [[*map(len, column)] for column in columns]
-    encoded = [_batch_ids(tokenizer, texts, add_special_tokens=not has_template)]
-    if not has_template:
-        ends = end_token_ids(tokenizer)
-        encoded = [[_open_ended(input_ids, ends) for input_ids in encoded[0]]]
-    encoded += [_batch_ids(tokenizer, column, add_special_tokens=False) for column in completions]
-    unk, checked = tokenizer.unk_token_id, encoded
-    if unk is not None and has_template:  # which may leave a message out
-        contents = ["\n".join(message["content"] for message in _messages(prompt)) for prompt in prompts]
-        checked = [*encoded, _batch_ids(tokenizer, contents, add_special_tokens=False)]
-    for row in range(len(prompts)) if unk is not None else ():
-        if any(unk in column[row] for column in checked):  # perhaps of a word, perhaps as an opening token
-            encode_prompt(tokenizer, prompts[row])
-            for column in completions:
-                check_encodable(tokenizer, column[row])
-    if not all(encoded[0]):
-        raise ValueError("a prompt has no tokens")
-    return [[*map(len, column)] for column in encoded]
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], tools: Sequence[Tool] | None = None
-) -> PromptBatch:
-    """Return the prompts as in `encode_prompt`, left-padded to the longest."""
-    if not prompts:
-        raise ValueError("prompts must not be an empty list; give at least one")
-    rows = [encode_prompt(tokenizer, prompt, tools) for prompt in prompts]
-    width = max(len(row) for row in rows)
-    input_ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
-    n_tokens = torch.tensor([len(row) for row in rows])
-    return PromptBatch(input_ids, torch.arange(width) >= width - n_tokens[:, None])
+    return plain_ids(tokenizer, text)
 
 
 def padded(prompts: PromptBatch, width: int, pad_token_id: int) -> PromptBatch:
@@ -283,7 +157,7 @@ def decode_completions(
     input_ids: Int[Tensor, "batch seq"],
     response_mask: Bool[Tensor, "batch seq"],
 ) -> list[str]:
-    """Return the text of each row's last turn, exactly as sampled, without the closing end token.
+    """Return the text of each row's last turn, exactly as sampled, without the tokens that close it.
 
     Other special tokens stay visible: without them `2<pad>6` would pass for 26. So do ids without a token, of
     a vocabulary padded to a round size, written as `<|151999|>`.
@@ -299,7 +173,10 @@ def decode_turn(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     ids, known = list(token_ids), [*set(token_ids)]
     names = zip(known, tokenizer.convert_ids_to_tokens(known), strict=True)
     nameless = {id_ for id_, name in names if name is None}
-    return _decoded(tokenizer, ids[:-1] if ids and ids[-1] in end_token_ids(tokenizer) else ids, nameless)
+    end = [*turn_ends(tokenizer)[0]]  # of several tokens in few templates
+    has_end = bool(ids) and ids[-1] in end_token_ids(tokenizer)
+    n_end = next((n for n in range(len(end), 1, -1) if ids[-n:] == end[-n:]), int(has_end))
+    return _decoded(tokenizer, ids[: len(ids) - n_end], nameless)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, input_ids: list[int], nameless: set[int]) -> str:
@@ -313,56 +190,21 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, input_ids: list[int], nameless:
     )
 
 
-def _messages(prompt: Prompt) -> list[dict[str, str]]:
-    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    return [dict(vars(message)) for message in chat]
-
-
-def _format_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], tools: Sequence[Tool]
-) -> list[str]:
-    """Return the prompts as in `format_prompt`, a chat template in one call."""
-    if tokenizer.chat_template is None:
-        return [format_prompt(tokenizer, prompt) for prompt in prompts]
-    chats = [_messages(prompt) for prompt in prompts]
-    try:
-        texts = tokenizer.apply_chat_template(
-            chats, tools=[*tools] or None, tokenize=False, add_generation_prompt=True
-        )
-    except TemplateError as error:
-        raise ValueError(f"the tokenizer's chat template refuses a prompt: {error}") from error
-    return cast(list[str], texts)
-
-
-def _batch_ids(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
-) -> list[list[int]]:
-    if not any(texts) and not add_special_tokens:  # as the rejected sides of problems
-        return [[]] * len(texts)
-    encoded = tokenizer(
-        [*texts],
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )
-    return cast(list[list[int]], encoded["input_ids"])
-
-
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def is_task_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if the tokens are the characters of the native tasks."""
-    return len(tokenizer) == len(_TASK_VOCABULARY) and _has_task_vocabulary(tokenizer)
+    return len(tokenizer) == len(TASK_VOCABULARY) and _has_task_vocabulary(tokenizer)
 
 
-def _has_token_per_character(tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_token_per_character(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if a text of TASK_CHARACTERS has the token of each of them and no others."""
-    return tokenizer.encode(TASK_CHARACTERS) == [_TASK_VOCABULARY[one] for one in TASK_CHARACTERS]
+    return tokenizer.encode(TASK_CHARACTERS) == [TASK_VOCABULARY[one] for one in TASK_CHARACTERS]
 
 
 @lru_cache(maxsize=4)
 def _has_task_vocabulary(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True for the vocabulary of the native tasks; cached, as a tokenizer copies it for every look."""
-    return tokenizer.get_vocab() == _TASK_VOCABULARY
+    return tokenizer.get_vocab() == TASK_VOCABULARY

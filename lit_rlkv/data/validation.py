@@ -1,13 +1,21 @@
 """Checks of a user's rows, or of the first problems of any other task, with tokenizer and model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, repeat
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lit_rlkv.data.chat import (
+    Observe,
+    count_tokens,
+    encode_prompt,
+    encode_response,
+    last_end,
+)
+from lit_rlkv.data.chat_template import Tool
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import Tool, count_tokens, encode, encode_prompt
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import ExactMatch, MathVerify, Numeric, RewardFunction, RewardManager
 from lit_rlkv.tasks import Task, UserTask
@@ -19,8 +27,8 @@ N_CHECKED = 64
 _CHUNK = 1024
 """Problems tokenized at once: what the texts of more need is the memory of a check."""
 
-_Row = tuple[Prompt, str, str]
-"""A prompt, its solution and its rejected side."""
+_Row = tuple[Prompt, str, str, tuple[str, ...]]
+"""A prompt, its solution and its rejected side, and the turns before the solution."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +37,9 @@ class Sizes:
 
     prompts: list[int]
     solutions: list[int]
-    """Solutions and the turns before them, with the end of sequence."""
+    """Solutions and the turns before them, with their ends and what the chat template writes between them."""
     rejected: list[int]
-    """Rejected sides, with the end of sequence; 1 for rows without one."""
+    """Rejected sides, with their end; that alone for rows without one."""
     places: list[str]
     """File and line of each problem, or its prompt."""
 
@@ -49,20 +57,21 @@ def measure(
     *,
     needs_eval_split: bool,
     tools: Sequence[Tool] = (),
+    observe: Observe = None,
     on_progress: Callable[[int], object] = int,
 ) -> Sizes:
     """Count the tokens of all rows of a user's data, or of the first problems of another task.
 
     Args:
         tools: functions that the chat template describes in each prompt.
+        observe: returns the observation after a worked turn.
         on_progress: called with the number of further rows.
     """
     if needs_eval_split:
         PromptSource(task, split="eval", seed=seed).take(1)
     sizes, errors, rows = Sizes([], [], [], []), RowErrors(), _rows(task, seed)
     while chunk := [*islice(rows, _CHUNK)]:
-        prompts, *completions = _token_counts(tokenizer, chunk, errors, tools)
-        solutions, rejected = ([n + 1 for n in counts] for counts in completions)
+        prompts, solutions, rejected = _token_counts(tokenizer, chunk, errors, tools, observe)
         sizes.prompts.extend(prompts)
         sizes.solutions.extend(solutions)
         sizes.rejected.extend(rejected)
@@ -147,9 +156,7 @@ def _rows(task: Task, seed: int) -> Iterator[tuple[str, _Row]]:
     """Yield prompt, solution and rejected side of each problem, behind its place."""
     sides = map(task.rejected, range(len(task))) if isinstance(task, UserTask) else repeat("")
     for (place, problem), side in zip(_problems(task, seed), sides, strict=False):
-        # A line break stands for the end token of each turn.
-        turns = (text if number % 2 else f"{text}\n" for number, text in enumerate(problem.turns))
-        yield place, (problem.prompt, "".join([*turns, problem.solution]), side)
+        yield place, (problem.prompt, problem.solution, side, problem.turns)
 
 
 def _token_counts(
@@ -157,24 +164,21 @@ def _token_counts(
     rows: Sequence[tuple[str, _Row]],
     errors: RowErrors,
     tools: Sequence[Tool],
+    observe: Observe,
 ) -> Sequence[Sequence[int]]:
     """Return the tokens of each column: from one batch, or row by row to name those that cannot be used."""
-    try:
-        counts: Sequence[Sequence[int]] = count_tokens(
-            tokenizer, *zip(*(row for _, row in rows), strict=True), tools=tools
-        )
-    except ValueError:
-        return [*zip(*errors.parse(rows, lambda row: _count_row(tokenizer, tools, *row)), strict=True)] or [
-            [],
-            [],
-            [],
-        ]
-    errors.n_rows += len(rows)
-    return counts
 
+    def count(row: _Row) -> tuple[int, int, int]:
+        prompt, solution, side, turns = row
+        n_solution = len(encode_response(tokenizer, solution, turns, observe)[0])
+        n_side = len(encode_response(tokenizer, side, (), observe)[0])
+        return len(encode_prompt(tokenizer, prompt, tools)), n_solution, n_side
 
-def _count_row(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], prompt: Prompt, *completions: str
-) -> tuple[int, ...]:
-    n_prompt = len(encode_prompt(tokenizer, prompt, tools))
-    return n_prompt, *(len(encode(tokenizer, text)) for text in completions)
+    prompts, solutions, sides, turns = zip(*(row for _, row in rows), strict=True)
+    if not any(turns):
+        with suppress(ValueError):
+            n_prompts, *n_said = count_tokens(tokenizer, prompts, solutions, sides, tools=tools)
+            n_end = len(last_end(tokenizer))
+            errors.n_rows += len(rows)
+            return [n_prompts, *([n + n_end for n in counts] for counts in n_said)]
+    return [*zip(*errors.parse(rows, count), strict=True)] or [[], [], []]

@@ -6,10 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.types import Message, Problem
-
-Observation = str | Sequence[Message]
-"""A text, which is a message of the user in a chat template, or messages."""
+from lit_rlkv.data.chat import Observation
+from lit_rlkv.types import Problem
 
 
 class Environment(ABC):
@@ -21,6 +19,8 @@ class Environment(ABC):
 
     tools: Sequence[Callable[..., Any]] = ()
     """Functions that the chat template is to describe to the model."""
+    prefix: str = ""
+    """Text that the model saw before this turn: the prompt, or what was given since the turn before."""
 
     def bind(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the tokenizer of the run, before `reset`."""
@@ -29,6 +29,10 @@ class Environment(ABC):
     def reset(self, problem: Problem) -> Observation | None:
         """Begin a response; return what to append to the prompt, the same in each response to a problem."""
         return None
+
+    def worked_observation(self, response: str, text: str) -> Observation:
+        """Return the observation after a worked turn, for SFT, from the text that the task has for it."""
+        return text
 
     @abstractmethod
     def step(self, response: str) -> tuple[Observation | None, float, bool]:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from threading import Thread
 from typing import Any
@@ -14,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.data.tokenizers import decode_turn, encode_observation
-from lit_rlkv.environments.base import Environment, Observation
+from lit_rlkv.data.chat import Observation, as_messages, encode_observation, format_prompt
+from lit_rlkv.data.tokenizers import decode_turn
+from lit_rlkv.environments.base import Environment
 from lit_rlkv.rewards.manager import error_text
 from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.types import Message, Problem, Prompt, prompt_text
@@ -51,9 +53,24 @@ class EnvironmentPool:
         return ThreadPoolExecutor(self.settings.environment_workers, thread_name_prefix="environment")
 
     @cached_property
+    def _example(self) -> Environment:
+        """An environment of no response."""
+        environment = self.factory()
+        environment.bind(self.tokenizer)
+        return environment
+
+    @property
     def tools(self) -> Sequence[Callable[..., Any]]:
         """Functions that the chat template is to describe."""
-        return self.factory().tools
+        return self._example.tools
+
+    def worked_observation(self, response: str, text: str) -> Observation:
+        """Return the observation after a worked turn, as `Environment.worked_observation`."""
+        return self._example.worked_observation(response, text)
+
+    def check(self) -> None:
+        """Raise a ValueError if the chat template cannot write observations of the environment's role."""
+        encode_observation(self.tokenizer, self.worked_observation("", "1"))
 
     def begin(self, problems: Sequence[Problem]) -> "TextConversations":
         """Make and reset the environments of these responses."""
@@ -127,6 +144,8 @@ class TextConversations:
         self._problems = problems
         self._returns = [0.0] * len(problems)
         self._said: list[list[Message]] = [[] for _ in problems]
+        self._newest: list[Sequence[int]] = [()] * len(problems)
+        """Tokens of the newest turn of each response."""
         opened = [pool.submit(self._open, problem) for problem in problems]
         self._environments: list[Environment | None] = []
         self._prompts: list[Prompt] = []
@@ -175,11 +194,13 @@ class TextConversations:
                     self._fail(
                         place, ValueError("reset must return the same in each response to a problem; seed it")
                     )
+            self._show(begun, format_prompt(self._pool.tokenizer, found[-1], self._pool.tools))
         return found
 
     def ask(self, place: int, token_ids: Sequence[int]) -> "Future[_Step | None]":
         text, environment = decode_turn(self._pool.tokenizer, token_ids), self._environments[place]
         self._said[place].append(Message("assistant", text))
+        self._newest[place] = token_ids
         if environment is None or place in self.errors:
             nothing: Future[_Step | None] = Future()
             nothing.set_result(None)
@@ -197,7 +218,7 @@ class TextConversations:
             if observation is None or done or n_turns == settings.max_turns:
                 return []
             observation, token_ids = fitting(
-                self._pool.tokenizer, observation, settings.max_observation_tokens
+                self._pool.tokenizer, observation, settings.max_observation_tokens, self._newest[place]
             )
         except Exception as error:
             self._fail(place, error)
@@ -206,7 +227,13 @@ class TextConversations:
             self.cut.add(place)
             return []
         self._said[place] += as_messages(observation)
+        self._show([place], str(self._pool.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)))
         return token_ids
+
+    def _show(self, places: Sequence[int], text: str) -> None:
+        for place in places:
+            if (environment := self._environments[place]) is not None:
+                environment.prefix = text
 
     def _fail(self, place: int, error: Exception) -> None:
         self.errors[place] = error_text(error)
@@ -229,11 +256,6 @@ def checked_step(step: Any) -> _Step:
     return observation, float(reward), bool(done)
 
 
-def as_messages(observation: Observation) -> list[Message]:
-    """Return an observation as messages; a text is one of the user."""
-    return [Message("user", observation)] if isinstance(observation, str) else list(observation)
-
-
 def extended(prompt: Prompt, observation: Observation | None) -> Prompt:
     """Return a prompt with an observation after it; a text is added to the last message."""
     if not observation:
@@ -247,14 +269,20 @@ def extended(prompt: Prompt, observation: Observation | None) -> Prompt:
 
 
 def fitting(
-    tokenizer: PreTrainedTokenizerBase, observation: Observation, most_tokens: int
+    tokenizer: PreTrainedTokenizerBase,
+    observation: Observation,
+    most_tokens: int,
+    turn: Sequence[int] | None = None,
 ) -> tuple[Observation, list[int]]:
     """Return an observation whose longest text is cut until it takes at most so many tokens, and these.
+
+    Args:
+        turn: see `encode_observation`.
 
     Raises:
         ValueError: it cannot be encoded, or takes more tokens without any text.
     """
-    token_ids = encode_observation(tokenizer, observation)
+    token_ids = encode_observation(tokenizer, observation, turn)
     while len(token_ids) > most_tokens:
         messages = as_messages(observation)
         longest = max(range(len(messages)), key=lambda number: len(messages[number].content))
@@ -264,7 +292,7 @@ def fitting(
             raise ValueError(
                 f"rollout.max_observation_tokens={most_tokens} is less than the chat template takes; raise it"
             )
-        messages[longest] = Message(message.role, message.content[:n_kept])
+        messages[longest] = replace(message, content=message.content[:n_kept])
         observation = messages[0].content if isinstance(observation, str) else messages
-        token_ids = encode_observation(tokenizer, observation)
+        token_ids = encode_observation(tokenizer, observation, turn)
     return observation, token_ids

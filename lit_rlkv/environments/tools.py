@@ -4,12 +4,14 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
-from lit_rlkv.environments.base import Environment, Observation
+from lit_rlkv.data.chat import Observation, last_end
+from lit_rlkv.environments.base import Environment
 from lit_rlkv.trust import load_trusted
 from lit_rlkv.types import Message
 
@@ -53,24 +55,45 @@ class Tools(Environment):
 
     def bind(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self._pattern is None and getattr(tokenizer, "response_template", None):
-            self._parse = tokenizer.parse_response
+            schemas: list[Any] = [get_json_schema(tool) for tool in self.tools]
+            end = tokenizer.decode([*last_end(tokenizer)])
+
+            def parse(text: str) -> Any:
+                try:
+                    return tokenizer.parse_response(text, prefix=self.prefix, tools=schemas)
+                except Exception:  # as of Llama's template, which reads a call up to the end of the turn
+                    return tokenizer.parse_response(f"{text}{end}", prefix=self.prefix, tools=schemas)
+
+            self._parse = parse
+
+    def worked_observation(self, response: str, text: str) -> Observation:
+        if self._role is None:
+            return text
+        names: list[str] = []
+        with suppress(Exception):  # of the tokenizer's parser; then the tool has no name
+            names = [name for name, _ in self._calls(response)]
+        return [Message(self._role, text, names[0] if names else None)]
 
     def step(self, response: str) -> tuple[Observation | None, float, bool]:
+        calls: list[tuple[str, Any]] = [("", None)]
         try:
-            results = [self._run(*call) for call in self._calls(response)]
+            calls = [*self._calls(response)]
+            results = [self._run(*call) for call in calls]
         except Exception as error:  # of the tokenizer's parser; a tool's own is its result
             results = [f"error: {error}"]
         if not results:
             return None, 0.0, True
         if self._role is None:
             return "".join(f"{result}\n" for result in results), 0.0, False
-        return [Message(self._role, result) for result in results], 0.0, False
+        named = zip(calls, results, strict=True)
+        return [Message(self._role, result, name or None) for (name, _), result in named], 0.0, False
 
     def _calls(self, response: str) -> Iterator[tuple[str, Any]]:
         """Yield name and arguments of each call; arguments that cannot be read are text."""
         if self._parse is not None:
-            calls = self._parse(response, tools=list(self.tools)).get("tool_calls") or []
-            yield from (_name_and_arguments(call.get("function", call)) for call in calls)
+            # What was given may have calls too, as in a tool's result.
+            given, calls = (self._parse(text).get("tool_calls") or [] for text in ("", response))
+            yield from (_name_and_arguments(call.get("function", call)) for call in calls[len(given) :])
             return
         only = next(iter(self._by_name)) if len(self._by_name) == 1 else ""
         pattern = self._pattern or re.compile(TOOL_CALL, re.DOTALL)

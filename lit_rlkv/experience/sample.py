@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.data.tokenizers import encode_prompts, end_token_ids
+from lit_rlkv.data.chat import encode_prompts
+from lit_rlkv.data.tokenizers import end_token_ids
 from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.rollout import generate

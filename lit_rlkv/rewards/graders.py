@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from threading import Event, Lock
 from typing import IO, Any
 
@@ -271,7 +270,7 @@ def _wait(pipe: IO[bytes], events: int, deadline: float, timeout_s: float) -> No
 def question_of(problem: Problem, completion: str) -> Question:
     """Return a completion and all fields of its problem, as JSON can hold them."""
     prompt = problem.prompt
-    asked = prompt if isinstance(prompt, str) else [asdict(message) for message in prompt]
+    asked = prompt if isinstance(prompt, str) else [message.as_dict() for message in prompt]
     own = {"prompt": asked, "answer": problem.answer, "solution": problem.solution}
     return {**problem.extra, **own, "completion": completion}
 

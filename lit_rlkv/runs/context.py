@@ -1,7 +1,6 @@
 """RunContext: the objects that all stages of a run share."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +11,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, expanded, find_gguf, require
 from lit_rlkv.config.options import show
+from lit_rlkv.data.chat import format_prompt, last_end
+from lit_rlkv.data.chat_template import RESULT
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import Tool, load_tokenizer
+from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.data.validation import (
     N_CHECKED,
     Sizes,
@@ -105,10 +106,18 @@ def build_context(
     with as_config_errors("model"):
         path = broadcast_from_rank_zero(fabric, lambda: pretrained_path(cfg.model.path, cfg.runs_dir))
         tokenizer = load_tokenizer(path)
+        if RESULT not in format_prompt(tokenizer, RESULT):  # as of models for images
+            raise ConfigError(
+                f"model.path={path}: its chat template leaves out texts of the user; use another"
+            )
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
     factory = cfg.parts.environment_factory
     environments = None if factory is None else EnvironmentPool(factory, cfg.rollout, tokenizer)
-    sizes = _measured(cfg, tokenizer, task, () if environments is None else environments.tools)
+    if environments is not None and cfg.environment is not None:
+        role = cfg.environment.get("role")
+        with as_config_errors("environment" if role is None else f"environment.role={role}"):
+            environments.check()
+    sizes = _measured(cfg, tokenizer, task, environments)
     return RunContext(cfg, fabric, tokenizer, task, sizes, rewards, environments, pass_limit=pass_limit)
 
 
@@ -141,7 +150,9 @@ def _check_device(cfg: Config, device: torch.device) -> None:
         )
 
 
-def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task, tools: Sequence[Tool]) -> Sizes:
+def _measured(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task, environments: EnvironmentPool | None
+) -> Sizes:
     """Count tokens of prompts and solutions; refuse a max_new_tokens that would cut solutions for SFT."""
     limit = cfg.rollout.max_new_tokens
     n_rows = len(task) if isinstance(task, UserTask) else N_CHECKED
@@ -151,11 +162,12 @@ def _measured(cfg: Config, tokenizer: PreTrainedTokenizerBase, task: Task, tools
             tokenizer,
             cfg.seed,
             needs_eval_split="eval" in cfg.stages,
-            tools=tools,
             on_progress=advance,
+            tools=() if environments is None else environments.tools,
+            observe=None if environments is None else environments.worked_observation,
         )
     longest = max(sizes.solutions)
-    if "sft" in cfg.stages and min(sizes.solutions) == 1:
+    if "sft" in cfg.stages and min(sizes.solutions) == len(last_end(tokenizer)):
         raise ConfigError(
             f"stages={show(cfg.stages)}: sft imitates worked solutions, and {task} has prompts alone; leave "
             "it out, or set task.answer_column or task.solution_column"

@@ -23,7 +23,7 @@ REWARD_MODEL = "reward_model"
 LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
 """Files that a run loads from its model's folder, which may contain other models or runs."""
 REWARD_HEAD = "reward_head.safetensors"
-SFT_FORMAT = 1
+SFT_FORMAT = 2
 """Version of what the SFT stage computes and writes; a new one ignores older models."""
 SFT_MODELS, SFT_DONE = "sft_models", "sft.json"
 """Folder of the SFT models that runs share, and the file that marks a finished one."""

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.config.schema import SFTConfig
+from lit_rlkv.data.chat import encode_prompts
 from lit_rlkv.data.demonstrations import PreferenceDataModule, own_prompts
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import check_encodable, decode_completions, encode_prompts
+from lit_rlkv.data.tokenizers import check_encodable, decode_completions
 from lit_rlkv.data.validation import check_completions_fit
 from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.sample import sample_responses
@@ -101,6 +102,7 @@ def pass_data(
         tokens_per_pass=tokens_per_pass,
         tools=() if environments is None else environments.tools,
         prompts_of=own_prompts if environments is None else environments.prompts,
+        observe=None if environments is None else environments.worked_observation,
     )
 
 

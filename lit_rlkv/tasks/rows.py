@@ -224,8 +224,8 @@ def _is_message(value: Any) -> bool:
 
 
 def _fields(row: Any) -> dict[str, Any]:
-    """Return the fields of a row; turns, which few have, change no digest of rows without them."""
-    return {name: value for name, value in vars(row).items() if name != "turns" or value}
+    """Return the fields of a row; those that few have change no digest of rows without them."""
+    return {name: value for name, value in vars(row).items() if name not in ("turns", "name") or value}
 
 
 def _parse_table(source: str, entries: Iterable[tuple[str, Any]], parse: _Parser[_Parsed]) -> Table[_Parsed]:

@@ -4,41 +4,22 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from lit_rlkv.data.chat import encode_prompts
 from lit_rlkv.data.tokenizers import (
     TASK_CHARACTERS,
     build_task_tokenizer,
     check_encodable,
     check_vocabulary,
-    count_tokens,
     decode_completions,
     encode,
-    encode_observation,
-    encode_prompt,
-    encode_prompts,
     end_token_ids,
-    format_prompt,
     is_end,
     load_tokenizer,
 )
-from lit_rlkv.types import Message, prompt_text
-
-CHAT = (Message("user", "one"), Message("assistant", "two"), Message("user", "one two"))
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def word_tokenizer(**special):
-    """A stand-in for a downloaded tokenizer: whole words, an unknown token and an opening token."""
-    vocabulary = {"<unk>": 0, "<bos>": 1, "<eos>": 2, "<pad>": 3, "one": 4, "two": 5}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>", **special)
+from tests.chat_templates import word_tokenizer
 
 
 def test_ids_are_fixed_one_per_character():
@@ -72,100 +53,6 @@ def test_a_text_that_another_tokenizer_knows_only_as_unknown_is_refused():
     check_encodable(word_tokenizer(), "one two")
     with pytest.raises(ValueError, match="no token for 'three' in 'one three'"):
         check_encodable(word_tokenizer(), "one three")
-
-
-def test_prompts_are_padded_on_the_left():
-    prompts = encode_prompts(build_task_tokenizer(), ["1+2", "9"])
-    assert prompts.input_ids.tolist() == [[3, 38, 4], [0, 0, 11]]
-    assert prompts.attention_mask.tolist() == [[True, True, True], [False, False, True]]
-
-
-def test_prompts_of_other_models_begin_with_their_opening_token():
-    prompts = encode_prompts(word_tokenizer(pad_token="<pad>", eos_token="<eos>"), ["one two", "two"])
-    assert prompts.input_ids.tolist() == [[1, 4, 5], [3, 1, 5]]
-
-
-@pytest.mark.parametrize("closing", ["<eos>", "<eos> <eos>", "<turn>"])
-def test_a_prompt_does_not_end_with_an_end_token(closing):
-    tokenizer = word_tokenizer(eos_token="<eos>", pad_token="<pad>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
-    tokenizer.end_ids = (tokenizer.convert_tokens_to_ids("<turn>"),)  # of a generation config
-    plain = encode_prompt(tokenizer, "one two")
-    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<bos>", *{*closing.split()})]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"<bos> $A {closing}", special_tokens=special
-    )
-    assert tokenizer.encode("one two")[-1] in end_token_ids(tokenizer)  # negative control
-    assert encode_prompt(tokenizer, "one two") == plain
-    assert encode_prompts(tokenizer, ["one two", "two"]).input_ids[0].tolist() == plain
-    assert count_tokens(tokenizer, ["one two"], ["two"]) == [[len(plain)], [1]]
-    assert encode(tokenizer, "two") == [5]
-
-
-def test_a_chat_template_wraps_the_prompt_once_and_adds_no_opening_token():
-    tokenizer = word_tokenizer(pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = "<bos>{{ messages[0].content }}{% if add_generation_prompt %} two{% endif %}"
-    assert format_prompt(tokenizer, "one") == "<bos>one two"
-    assert encode_prompts(tokenizer, ["one"]).input_ids.tolist() == [[1, 4, 5]]
-
-
-def chat_tokenizer(template):
-    tokenizer = word_tokenizer(pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def test_a_chat_goes_through_the_template_message_by_message():
-    assert format_prompt(chat_tokenizer(TEMPLATE), CHAT) == "<user>one<assistant>two<user>one two<assistant>"
-
-
-def test_a_text_is_a_chat_of_one_user_message():
-    tokenizer = chat_tokenizer(TEMPLATE)
-    assert format_prompt(tokenizer, "one") == format_prompt(tokenizer, (Message("user", "one"),))
-    assert format_prompt(tokenizer, "one") != format_prompt(tokenizer, (Message("system", "one"),))
-
-
-def test_chats_and_texts_make_one_batch_without_opening_tokens():
-    tokenizer = chat_tokenizer("<bos>{% for message in messages %} {{ message.content }}{% endfor %}")
-    prompts = encode_prompts(tokenizer, [CHAT, "two"])
-    assert prompts.input_ids.tolist() == [[1, 4, 5, 4, 5], [3, 3, 3, 1, 5]]
-
-
-def test_a_chat_without_a_template_to_write_it_with_is_refused():
-    says = (
-        "no chat template to write the chat 'user: one.* with; use a model that has one, or prompts .* text"
-    )
-    for tokenizer in (build_task_tokenizer(), word_tokenizer(pad_token="<pad>", eos_token="<eos>")):
-        with pytest.raises(ValueError, match=says):
-            encode_prompt(tokenizer, CHAT)
-
-
-def test_a_chat_that_the_template_refuses_is_shown_with_the_reason():
-    tokenizer = chat_tokenizer("{{ raise_exception('no system messages here') }}")
-    with pytest.raises(
-        ValueError, match="refuses 'system: one': no system messages here; change the messages"
-    ):
-        encode_prompt(tokenizer, (Message("system", "one"),))
-
-
-def test_an_unknown_word_is_named_wherever_in_a_chat_it_stands():
-    with pytest.raises(ValueError, match="no token for 'three' in 'two three'"):
-        encode_prompt(chat_tokenizer(TEMPLATE), (Message("system", "two three"), Message("user", "one")))
-
-
-def test_prompt_text_shows_the_roles_of_a_chat():
-    assert prompt_text(CHAT) == "user: one\nassistant: two\nuser: one two"
-    assert prompt_text("1+2=") == "1+2="
-
-
-def test_without_a_chat_template_the_prompt_stays_as_it_is():
-    assert format_prompt(build_task_tokenizer(), "1+2=") == "1+2="
-
-
-@pytest.mark.parametrize("prompts", [[], [""], ["1", ""]])
-def test_empty_prompts_are_refused(prompts):
-    with pytest.raises(ValueError, match=r"empty list|no tokens"):
-        encode_prompts(build_task_tokenizer(), prompts)
 
 
 def test_only_actions_are_decoded_and_the_eos_is_left_out():
@@ -301,56 +188,3 @@ def test_a_tokenizer_that_cannot_end_a_completion_is_refused(tmp_path):
     word_tokenizer(pad_token="<pad>").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no eos token"):
         load_tokenizer(str(tmp_path))
-
-
-CHATML = (
-    "{% if tools %}tools: {% for t in tools %}{{ t.function.name }} {% endfor %};{% endif %}"
-    "{% for m in messages %}{% if m.role != 'tool' or true %}"
-    "={{ m.role }}\n{{ m.content }}<eos>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}=assistant\n{% endif %}"
-)
-
-
-def chatml_tokenizer(template=CHATML):
-    tokenizer = build_task_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def test_an_observation_is_what_the_template_writes_after_a_turn():
-    tokenizer = chatml_tokenizer()
-    ids = encode_observation(tokenizer, [Message("tool", "84")])
-    assert tokenizer.decode(ids) == "\n=tool\n84<eos>\n=assistant\n"
-    assert tokenizer.decode(encode_observation(tokenizer, "84")) == "\n=user\n84<eos>\n=assistant\n"
-    # So a conversation that goes on has the tokens of the whole in the template.
-    prompt = encode_prompt(tokenizer, "12*7?")
-    turn = [*encode(tokenizer, "12*7"), tokenizer.eos_token_id]
-    whole = (Message("user", "12*7?"), Message("assistant", "12*7"), Message("tool", "84"))
-    assert encode_prompt(tokenizer, whole) == [*prompt, *turn, *ids]
-
-
-def test_an_observation_without_a_template_is_its_text():
-    tokenizer = build_task_tokenizer()
-    assert encode_observation(tokenizer, "84\n") == encode(tokenizer, "84\n")
-    for observation in ([Message("tool", "84")], "", "€"):
-        with pytest.raises(ValueError, match=r"template|no token"):
-            encode_observation(tokenizer, observation)
-
-
-def test_a_template_that_leaves_a_message_out_is_refused():
-    dropping = CHATML.replace("or true", "or false")
-    with pytest.raises(ValueError, match="tool"):
-        encode_observation(chatml_tokenizer(dropping), [Message("tool", "84")])
-
-
-def test_a_template_describes_the_tools():
-    def add(a: int) -> int:
-        """Add.
-
-        Args:
-            a: one.
-        """
-        return a
-
-    text = format_prompt(chatml_tokenizer(), "1", [add])
-    assert text == "tools: add ;=user\n1<eos>\n=assistant\n"

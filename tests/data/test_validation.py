@@ -6,10 +6,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lit_rlkv.data.tokenizers import build_task_tokenizer, encode, encode_prompt
+from lit_rlkv.data.chat import encode_prompt
+from lit_rlkv.data.demonstrations import encode_completions
+from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.data.tokenizers import build_task_tokenizer, encode
 from lit_rlkv.data.validation import check_answers, check_completions_fit, check_prompts_fit, measure
+from lit_rlkv.environments import Tools, calculator
 from lit_rlkv.rewards import Numeric
-from lit_rlkv.tasks import ChainSum, JsonlTask, load_problems, read_preferences
+from lit_rlkv.tasks import ChainSum, JsonlTask, Products, load_problems, read_preferences
+from tests.chat_templates import trl_tokenizer
 from tests.hand_built import make_model
 
 
@@ -201,3 +206,19 @@ def test_tools_that_a_template_describes_are_counted(write):
     plain, told = (measure(task, tokenizer, 0, needs_eval_split=False, tools=tools) for tools in ((), [add]))
     assert told.prompts == [n + 1 for n in plain.prompts]
     assert told.solutions == plain.solutions
+
+
+def test_solutions_with_turns_are_measured_as_sft_reads_them():
+    task = Products(n_terms=2)
+    tokenizer = trl_tokenizer("qwen2_5")
+    tools = Tools([calculator])
+    sizes = measure(task, tokenizer, 0, needs_eval_split=False, observe=tools.worked_observation)
+    problems = PromptSource(task, split="train", seed=0).take(len(sizes.solutions))
+    read = [
+        encode_completions(tokenizer, ["2"], [one.solution], [one.turns], (), tools.worked_observation)
+        for one in problems
+    ]
+    alone = encode_completions(tokenizer, ["2"], [""]).is_target.logical_not().sum()
+    assert sizes.solutions == [batch.n_tokens - int(alone) for batch in read]
+    row = encode_completions(tokenizer, ["2*3?"], ["6"], [("2*3", "6")], (), tools.worked_observation)
+    assert "<tool_response>\n6\n</tool_response><|im_end|>" in tokenizer.decode(row.input_ids[0])

@@ -59,9 +59,9 @@ def test_sampled_tokens_are_never_encoded_again(monkeypatch: pytest.MonkeyPatch)
     seen: list[str] = []
     real = conversations.encode_observation
 
-    def watched(tokenizer, observation):
+    def watched(tokenizer, observation, turn):
         seen.append(observation)
-        return real(tokenizer, observation)
+        return real(tokenizer, observation, turn)
 
     monkeypatch.setattr(conversations, "encode_observation", watched)
     datamodule, experience = collected(Counter)

@@ -1,7 +1,7 @@
 """Tools: calls are found by a pattern or the tokenizer, run, and answered, errors included."""
 
 import random
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from lit_rlkv.environments import Tools, calculator
 from lit_rlkv.tasks import Products
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import Message
+from tests.chat_templates import trl_tokenizer
 
 EXPRESSION = r"\A(?P<arguments>[0-9]+[*+][0-9]+)\Z"
 
@@ -78,21 +79,39 @@ def test_a_turn_without_a_call_is_the_last():
     assert results(Tools([calculator], EXPRESSION, role=None), "12") is None
 
 
-def test_the_tokenizers_template_finds_calls():
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+QUESTION = {"role": "user", "content": "1+2?"}
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("gemma4", "<|tool_response>"), ("gptoss", "<|call|>"), ("glm4moe", ""), ("lfm2_2_5", "<|im_end|>"),
+        ("llama3_1", "<|eot_id|>"), ("nemotron_3_nano", "<|im_end|>"), ("qwen2_5", "<|im_end|>"),
+        ("qwen3", "<|im_end|>"), ("qwen3_5_think", "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_the_tokenizers_response_template_finds_the_calls_that_its_chat_template_writes(name: str, end: str):
+    utils = pytest.importorskip("trl.chat_template_utils")
+    tokenizer = utils.add_response_schema(trl_tokenizer(name, ends=(end,) if end else ()))
+    write = partial(tokenizer.apply_chat_template, tools=[add], tokenize=False)
+    turn = {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL]}
+    prompt = write([QUESTION], add_generation_prompt=True)
+    said = write([QUESTION, turn]).removeprefix(prompt).rstrip("\n").removesuffix(end)
     tools = Tools([add])
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-    tokenizer = SimpleNamespace(
-        response_template={}, parse_response=lambda text, tools: {"tool_calls": [call] if text else None}
-    )
-    tools.bind(tokenizer)  # type: ignore[arg-type]
-    assert results(tools, "any") is None  # an empty template is none
-    tokenizer.response_template = {"fields": {}}
-    tools.bind(tokenizer)  # type: ignore[arg-type]
-    assert results(tools, "any") == [Message("tool", "3")]
-    assert results(tools, "") is None
-    tokenizer.parse_response = calculator  # fails with other arguments
-    tools.bind(tokenizer)  # type: ignore[arg-type]
-    assert results(tools, "any")[0].content.startswith("error: ")
+    tools.bind(tokenizer)
+    for tools.prefix in ("", prompt):
+        (result,) = results(tools, said)
+        assert (result, result.name) == (Message("tool", "3"), "add")
+        assert results(tools, "The answer is 3") is None
+    assert tools.worked_observation(said, "3")[0].name == "add"
+    # A call that was given is none of this turn's; one that was drafted in an open thought is none at all.
+    tools.prefix = f"{said}{end}"
+    assert results(tools, "The answer is 3") is None
+    if prompt.endswith("<think>\n") and name == "qwen3_5_think":
+        tools.prefix, call = prompt, said[said.index("<tool_call>") :]
+        assert results(tools, f"I might say {call}, but no") is None
+        assert results(tools, f"yes\n</think>\n\n{call}") == [Message("tool", "3")]
 
 
 @pytest.mark.parametrize(

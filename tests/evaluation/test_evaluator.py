@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
+from lit_rlkv.data.chat import encode_prompts
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions, encode_prompts
+from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of, caches_to_evaluate

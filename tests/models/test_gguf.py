@@ -7,7 +7,8 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from lit_rlkv.data.tokenizers import encode_prompt, end_token_ids, load_tokenizer
+from lit_rlkv.data.chat import encode_prompt
+from lit_rlkv.data.tokenizers import end_token_ids, load_tokenizer
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.loading import load_causal_lm
 from tests.gguf_files import write_gguf

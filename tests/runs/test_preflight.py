@@ -16,6 +16,8 @@ from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
 from lit_rlkv.runs.context import build_context, check_reward_functions
 from lit_rlkv.runs.preflight import checked_config
+from tests.chat_templates import byte_tokenizer, trl_tokenizer
+from tests.saved_models import save_checkpoint
 from tests.whole_runs import MODEL, config, run
 
 FLAKY = '''
@@ -183,3 +185,27 @@ def test_the_word_problems_train_a_checkpoint_by_their_preset(tmp_path):
     assert float(row["reward/failed_fraction"]) == 0
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: Solve the problem step by step.")
+
+
+@pytest.mark.parametrize(
+    ("template", "overrides", "says"),
+    [
+        ("phi3_5", ["environment=tools"], r"environment\.role=tool: .*shows no messages of the role 'tool'"),
+        ("gemma3", ["environment=tools"], r"environment\.role=tool: .*roles must alternate"),
+        (None, ["environment=tools"], r"environment\.role=tool: .*no chat template"),
+        ("idefics3", [], "leaves out texts of the user"),
+        ("phi3_5", ["environment=tools", "environment.role=user"], None),
+        ("phi3_5", ["environment=tools", "environment.role=null"], None),
+        ("gptoss", ["environment=tools"], None),
+    ],
+)
+def test_a_template_that_cannot_write_a_role_is_refused_before_work(tmp_path, template, overrides, says):
+    tokenizer = trl_tokenizer(template) if template else byte_tokenizer("")
+    tokenizer.chat_template = tokenizer.chat_template or None
+    save_checkpoint(tmp_path / "model", tokenizer=tokenizer, vocab_size=len(tokenizer))
+    cfg = config(tmp_path, "stages=[rl]", f"model.path={tmp_path / 'model'}", *overrides)
+    if says is None:
+        build_context(cfg)
+        return
+    with pytest.raises(ConfigError, match=says):
+        build_context(cfg)
