@@ -78,8 +78,9 @@ def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
             is_on = value == "learned" or "." in str(value)
         above, *names = keys.split()
         for key in given.intersection(f"{above}.{name}" for name in names):
+            found = OmegaConf.select(cfg, key)
             require(
-                is_on or not (found := OmegaConf.select(cfg, key)),
+                is_on or not found,
                 f"{key}={show(found)} has no effect with {other}={show(value)}; change that, or leave it out",
             )
 
