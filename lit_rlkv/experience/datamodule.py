@@ -41,7 +41,7 @@ from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
-from lit_rlkv.rollout.turns import last_turn, response_lengths
+from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import call
 from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
@@ -226,7 +226,7 @@ class RolloutDataModule(L.LightningDataModule):
                 scores.get("reward"),
                 talks,
                 has_eos,
-                response_lengths(rollout),
+                (rollout.attention_mask & (response_mask.cumsum(dim=1) > 0)).sum(dim=1),
                 group_size,
                 self.ranks,
                 progress.advance,

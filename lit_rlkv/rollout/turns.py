@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rlkv.rollout.decoder import Decoder
 from lit_rlkv.rollout.paused_rows import PausedRow
-from lit_rlkv.types import Rollout
 
 
 class Conversations(Protocol):
@@ -116,9 +115,3 @@ def last_turn(response_mask: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch s
     column = torch.arange(response_mask.shape[1], device=response_mask.device)
     start = (column * turn_starts(response_mask)).amax(dim=1)
     return response_mask & (column >= start[:, None])
-
-
-def response_lengths(rollout: Rollout) -> Int[Tensor, " batch"]:
-    """Return the tokens of each response as `max_new_tokens` counts them: sampled ones and observations."""
-    has_begun = rollout.response_mask.cumsum(dim=1) > 0
-    return (rollout.attention_mask & has_begun).sum(dim=1)
