@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cache
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import regex
@@ -27,6 +27,7 @@ PATTERN_LIMIT_S = 1.0
 """Longest search of a pattern in one response, in seconds of processor time."""
 _LITERAL_BRACE = re.compile(r"(\\N\{[^}]*\}|\\.)|\{(?!\d*,?\d*\})", re.DOTALL)
 """An escape, or a brace of its own, which for `regex` may begin approximate matching."""
+_LOOP_LOCK = Lock()
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -121,7 +122,8 @@ class Tools(Environment):
             tool = self._by_name[name]
             result = tool(**arguments) if isinstance(arguments, Mapping) else tool(arguments)
             if inspect.isawaitable(result):
-                loop = _event_loop(os.getpid())
+                with _LOOP_LOCK:  # else several threads may make one each
+                    loop = _event_loop(os.getpid())
                 result = asyncio.run_coroutine_threadsafe(_awaited(result), loop).result()
             text = str(result)
             if not isinstance(result, str) and _ADDRESS.search(text):  # which differs from run to run

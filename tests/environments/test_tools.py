@@ -5,12 +5,14 @@ import functools
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lit_rlkv.environments import Tools, calculator
+from lit_rlkv.environments.tools import _event_loop
 from lit_rlkv.tasks import Products
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import Message
@@ -175,6 +177,23 @@ def test_a_result_is_its_text_and_an_error_takes_no_other_result(tool: Any, resu
     sum_ = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     said = [message.content for message in results(Tools([tool, add]), CALL % tool.__name__ + sum_)]
     assert said == [result, "3"]
+
+
+def test_async_tools_of_all_threads_share_an_event_loop():
+    lock, n_done = asyncio.Lock(), 0
+
+    @described
+    async def count(n):
+        nonlocal n_done
+        async with lock:  # belongs to the loop in which somebody first waits for it
+            await asyncio.sleep(0.01)
+            n_done += n
+
+    _event_loop.cache_clear()
+    with ThreadPoolExecutor(20) as pool:
+        said = [*pool.map(Tools([count]).step, [CALL % "count"] * 20)]
+    assert said == [([Message("tool", "None")], 0.0, False)] * 20
+    assert n_done == 20
 
 
 def test_arguments_may_be_left_out_and_errors_are_short_and_the_same_in_each_run():
