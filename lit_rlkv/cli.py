@@ -52,7 +52,12 @@ def run_command(
         for module in modules:
             import_module(module)
     with unwind_on_ctrl_c(interrupted), exit_in_one_line():
-        work(asked)
+        try:
+            work(asked)
+        except SystemExit as error:
+            if error.code in (None, 0) and is_first_process():
+                raise ConfigError("code that the run calls ended it by sys.exit(); let it return") from error
+            raise
 
 
 def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, DictConfig]:

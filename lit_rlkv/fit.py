@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lit_rlkv.cli import compose_arguments, run_command
 from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, label_logger, parse_config
+from lit_rlkv.config.keys import check_effects
 from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.files import is_disk_full
@@ -59,6 +60,8 @@ def _parse(arguments: Sequence[str]) -> FitArguments:
     if choices is not None:
         check_keys(cfg, choices.options, choices.overrides)
         label_logger(cfg, choices.options, choices.overrides)
+    if old_dir is None:
+        check_effects(cfg, overrides)
     return FitArguments(
         parse_config(cfg), hydra_cfg, choices, None if old_dir is None else old_dir.absolute()
     )

@@ -109,6 +109,10 @@ class InterruptedRunError(BaseException):
         """True if a person ended the run, False if a scheduler did, which starts it again."""
 
 
+INTERRUPTS = (KeyboardInterrupt, InterruptedRunError)
+"""What signals raise, and code that survives all else passes on."""
+
+
 class Interruption:
     """A request by a signal to end the run, handled at once or, inside `deferred` or `together`, later.
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from lit_rlkv.cli import compose_arguments, run_command
 from lit_rlkv.config import ConfigError, check_keys, check_saved_code, require
+from lit_rlkv.config.keys import check_effects
 
 if TYPE_CHECKING:
     from lit_rlkv.sweeping.sweep_file import Sweep, Values
@@ -119,6 +120,7 @@ def compose(sweep: "Sweep", values: "Values", folder: Path) -> DictConfig:
     cfg, hydra_cfg = compose_arguments("config", sweep.arguments(values, folder))
     check_saved_code(cfg.reward.functions)  # a file is no command line
     check_keys(cfg, hydra_cfg.runtime.choices, list(hydra_cfg.overrides.task))
+    check_effects(cfg, hydra_cfg.overrides.task)
     return cfg
 
 

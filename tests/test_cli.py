@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def test_the_first_process_alone_announces_slow_imports(monkeypatch, capsys, env
         monkeypatch.setenv(name, value)
     run_command(lambda arguments: arguments, ["json"], lambda asked: None)
     assert capsys.readouterr().err == "loading torch and transformers\n" * is_announced
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"), [(None, "error: .*sys.exit"), (0, "error: .*sys.exit"), (3, "^3$")]
+)
+def test_an_exit_of_called_code_never_passes_for_success(monkeypatch, code, ends):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match=ends):
+        run_command(lambda arguments: arguments, ["json"], lambda asked: sys.exit(code))
 
 
 def test_a_name_that_is_too_long_for_a_file_is_one_line():

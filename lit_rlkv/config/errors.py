@@ -28,7 +28,7 @@ def as_config_errors(where: str) -> Iterator[None]:
         raise
     except InstantiationException as error:
         raise ConfigError(f"{where}: {one_line(error.__cause__ or error)}") from error
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, SystemExit) as error:
         raise ConfigError(f"{where}: {one_line(error)}") from error
 
 
@@ -45,5 +45,6 @@ def interpolations_as_config_errors() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error without line breaks."""
-    return " ".join(str(error).split())
+    """Return the message of an error without line breaks; that of SystemExit with its type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, Exception) else f"{type(error).__name__}: {text}"

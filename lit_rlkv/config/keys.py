@@ -11,13 +11,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.composing import CONF_DIR, groups, initialized, options_of
 from lit_rlkv.config.errors import ConfigError, require
-from lit_rlkv.config.options import leaves
+from lit_rlkv.config.options import leaves, show
 
 PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""
 FREE = ("cache.policy_options.", "reward.functions.", "user_callbacks.")
 """Nodes whose names the user chooses."""
 FOREIGN_NAMES, TABLES = Path(__file__).with_name("foreign_names.yaml"), ("trl", "verl", "others")
+READ_WITH = {
+    "environment": "rollout max_turns max_observation_tokens environment_timeout_s environment_workers",
+    "cache.policy": "algorithm.eviction weight lr_scale clip kl_coef",
+    "cache.target_overlap": "cache budget_bounds",
+    "algorithm.kl.target": "algorithm.kl horizon",
+    "algorithm.reference_sync.every": "algorithm.reference_sync alpha",
+    "algorithm.curriculum.decay": "algorithm.curriculum floor",
+    "reward.overlong_buffer": "reward overlong_penalty",
+    "callbacks.keep_best": "callbacks best_metric best_mode",
+}
+"""Node and names of keys that are read only with another key."""
 ALIKE = 0.75
 """Least similarity of two names, of which one may be the other misspelt."""
 
@@ -55,6 +66,23 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
             continue  # it is left out
         require(not below, f"{path}={value} takes the place of {below}; set one of these")
         raise ConfigError(f"unknown key {path!r}: {suggestion(path, known)}")
+
+
+def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Raise a ConfigError for a key of the command line that nothing reads, with the key that it needs."""
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    for other, keys in READ_WITH.items():
+        value = OmegaConf.select(cfg, other)
+        is_on = value is not None and (other, value) != ("callbacks.keep_best", 0)
+        if other == "cache.policy":  # of the user's own, it may be trained
+            is_on = value == "learned" or "." in str(value)
+        above, *names = keys.split()
+        for key in given.intersection(f"{above}.{name}" for name in names):
+            found = OmegaConf.select(cfg, key)
+            require(
+                is_on or not found,
+                f"{key}={show(found)} has no effect with {other}={show(value)}; change that, or leave it out",
+            )
 
 
 def suggestion(key: str, known: Collection[str]) -> str:

@@ -2,11 +2,13 @@
 
 import logging
 import math
+import reprlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
-from threading import Thread
+from functools import cached_property, lru_cache
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import torch
@@ -14,23 +16,28 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.chat import Observation, as_messages, encode_observation, format_prompt
 from lit_rlkv.data.tokenizers import decode_turn
 from lit_rlkv.environments.base import Environment
-from lit_rlkv.rewards.manager import error_text
+from lit_rlkv.interrupts import INTERRUPTS
+from lit_rlkv.rewards.graders import error_text
 from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.types import Message, Problem, Prompt, prompt_text
 
 log = logging.getLogger(__name__)
 _Step = tuple[Observation | None, float, bool]
+MAX_HUNG = 64
+"""Calls that may exceed the time limit and still run; more, if as many are made at a time."""
 
 
 class EnvironmentPool:
     """The environments of a run, and the threads that call them.
 
     A thread that exceeds the time limit cannot be ended: it goes on in the background, and its result is
-    dropped. Without a limit, environments are called in this thread, and a rollout depends on the seed alone.
+    dropped; `MAX_HUNG` of them end the run. Without a limit, environments are called in this thread, and a
+    rollout depends on the seed alone.
 
     Args:
         environment_factory: makes the environment of one response.
@@ -46,6 +53,8 @@ class EnvironmentPool:
         self.factory = environment_factory
         self.settings = settings
         self.tokenizer = tokenizer
+        self._overdue: set[Thread] = set()
+        """Threads that have exceeded the time limit, but for some that have ended since."""
         self._has_warned = False
 
     @cached_property
@@ -93,29 +102,34 @@ class EnvironmentPool:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Return the future result of a call."""
         if self.settings.environment_timeout_s is not None:
+            self._check_hung()
             return self._workers.submit(self._within_limit, function, *arguments)
         future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
+        _settle(future, function, *arguments)
         return future
 
     def _within_limit(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._check_hung()
         future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # sys.exit() included: it fails this response, and not the run
-                future.set_exception(RuntimeError(error_text(error)))
-
-        Thread(target=run, daemon=True, name="environment").start()
+        thread = Thread(target=_settle, args=(future, function, *arguments), daemon=True, name="environment")
+        thread.start()
         limit_s = self.settings.environment_timeout_s
         try:
             return future.result(limit_s)
         except TimeoutError:
+            self._overdue.add(thread)
             raise TimeoutError(f"no answer within {limit_s:g} seconds") from None
+
+    def _check_hung(self) -> None:
+        """End the run if too many threads have exceeded the time limit and still run."""
+        self._overdue -= {thread for thread in tuple(self._overdue) if not thread.is_alive()}
+        most = max(MAX_HUNG, self.settings.environment_workers)
+        if len(self._overdue) >= most:
+            raise OneLineError(
+                f"{most} calls of the environment still run after rollout.environment_timeout_s="
+                f"{self.settings.environment_timeout_s:g} seconds; give what they wait for a time limit of "
+                "its own, or raise this one"
+            )
 
     def warn(self, error: str) -> None:
         """Log the first error of the run."""
@@ -126,6 +140,16 @@ class EnvironmentPool:
                 error,
             )
         self._has_warned = True
+
+
+def _settle(future: "Future[Any]", function: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function, and give its result or error to the future; a signal in the main thread passes."""
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # sys.exit() included: it fails this response, and not the run
+        if isinstance(error, INTERRUPTS) and current_thread() is main_thread():
+            raise
+        future.set_exception(RuntimeError(error_text(error)))
 
 
 class TextConversations:
@@ -236,6 +260,8 @@ class TextConversations:
                 environment.prefix = text
 
     def _fail(self, place: int, error: Exception) -> None:
+        if isinstance(error, OneLineError):
+            raise error
         self.errors[place] = error_text(error)
         self._pool.warn(self.errors[place])
 
@@ -247,7 +273,7 @@ def checked_step(step: Any) -> _Step:
         ValueError: it is no observation, reward and done.
     """
     if not isinstance(step, tuple) or len(step) != 3:
-        raise ValueError(f"step must return (observation, reward, done), got {step!r:.200}")
+        raise ValueError(f"step must return (observation, reward, done), got {reprlib.repr(step)}")
     observation, reward, done = step
     if not isinstance(reward, int | float) or not abs(reward) <= MAX_SCORE:
         raise ValueError(f"the reward of a step must be a number of size at most {MAX_SCORE:g}, got {reward}")
@@ -274,25 +300,37 @@ def fitting(
     most_tokens: int,
     turn: Sequence[int] | None = None,
 ) -> tuple[Observation, list[int]]:
-    """Return an observation whose longest text is cut until it takes at most so many tokens, and these.
+    """Return an observation with texts cut to one length, so that it takes at most so many tokens, and these.
+
+    No text is encoded that has more characters than so many tokens can stand for.
 
     Args:
         turn: see `encode_observation`.
 
     Raises:
-        ValueError: it cannot be encoded, or takes more tokens without any text.
+        ValueError: it cannot be encoded, or takes more tokens almost without text.
     """
-    token_ids = encode_observation(tokenizer, observation, turn)
-    while len(token_ids) > most_tokens:
-        messages = as_messages(observation)
-        longest = max(range(len(messages)), key=lambda number: len(messages[number].content))
-        message = messages[longest]
-        n_kept = (len(message.content) - 1) * most_tokens // len(token_ids)
-        if n_kept < 1:
-            raise ValueError(
-                f"rollout.max_observation_tokens={most_tokens} is less than the chat template takes; raise it"
-            )
-        messages[longest] = replace(message, content=message.content[:n_kept])
-        observation = messages[0].content if isinstance(observation, str) else messages
-        token_ids = encode_observation(tokenizer, observation, turn)
-    return observation, token_ids
+    messages, room = as_messages(observation), most_tokens * _longest_token(tokenizer)
+    lengths = [len(message.content) for message in messages]
+
+    def fitted(length: int) -> tuple[Observation, list[int]] | None:
+        if sum(min(each, length) for each in lengths) > room or length == 0 < max(lengths):
+            return None
+        texts = [replace(message, content=message.content[:length]) for message in messages]
+        cut: Observation = texts[0].content if isinstance(observation, str) else texts
+        token_ids = encode_observation(tokenizer, cut, turn)
+        return (cut, token_ids) if len(token_ids) <= most_tokens else None
+
+    longest = max(lengths)
+    found = fitted(longest) or fitted(bisect_left(range(1, longest), True, key=lambda n: fitted(n) is None))
+    if found is None:
+        raise ValueError(
+            f"rollout.max_observation_tokens={most_tokens} is less than the chat template takes; raise it"
+        )
+    return found
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the length of the longest token; cached, as a tokenizer copies its vocabulary for every look."""
+    return max(map(len, tokenizer.get_vocab()))

@@ -226,7 +226,7 @@ class RolloutDataModule(L.LightningDataModule):
                 scores.get("reward"),
                 talks,
                 has_eos,
-                response_mask.sum(dim=1),
+                (rollout.attention_mask & (response_mask.cumsum(dim=1) > 0)).sum(dim=1),
                 group_size,
                 self.ranks,
                 progress.advance,

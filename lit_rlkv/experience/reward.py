@@ -98,7 +98,7 @@ class RewardRule:
             pending: results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
             talks: conversations of all responses; none without environments.
-            n_tokens: lengths of the responses.
+            n_tokens: lengths of the responses, observations included.
             on_progress: called with the number of further answers of reward functions.
         """
         components: dict[str, Tensor] = {}

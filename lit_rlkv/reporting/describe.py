@@ -38,6 +38,7 @@ def describe(config: Tree) -> dict[str, str]:
     seed = config.get("seed")
     about = {
         "Task": call(config.get("task")),
+        "Environment": call(config.get("environment")),
         "Model": _model(config.get("model", {})),
         "Algorithm": _algorithm(config),
         "Arm": _arm(config),

@@ -36,7 +36,8 @@ def header(
         "stages": ", ".join(cfg.stages),
     }
     notes = [SMOKE_TEST] if choices.get("debug") == "fast" else []
-    return [f"{name:<10} {value}" for name, value in fields.items()] + notes
+    width = max(10, *map(len, fields))
+    return [f"{name:<{width}} {value}" for name, value in fields.items()] + notes
 
 
 def _roles(cfg: Config) -> str:

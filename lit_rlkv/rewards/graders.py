@@ -285,6 +285,20 @@ def as_score(value: Any) -> float:
     return float(value)
 
 
+def error_text(error: BaseException) -> str:
+    """Return the message of an error, shortened; with its type, if it is no Exception, as SystemExit.
+
+    It may repeat a model's text: without control characters, no terminal obeys it.
+    """
+    name = type(error).__name__
+    try:
+        text = str(error)[:MAX_ERROR_LENGTH]
+    except Exception:  # of the error's own __str__
+        text = ""
+    text = "".join(char if char.isprintable() else " " for char in text) or name
+    return text if isinstance(error, Exception) or text == name else f"{name}: {text}"
+
+
 def _shortened(error: Exception) -> RuntimeError:
     """Return an error with the first characters of the message, and nothing else that needs memory."""
-    return RuntimeError(str(error)[:MAX_ERROR_LENGTH] or type(error).__name__)
+    return RuntimeError(error_text(error))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.rewards.functions.base import RewardFunction
-from lit_rlkv.rewards.graders import MAX_ERROR_LENGTH, Grader, question_of
+from lit_rlkv.rewards.graders import Grader, error_text, question_of
 from lit_rlkv.rewards.verifier import check_lengths
 from lit_rlkv.types import Problem
 
@@ -153,12 +153,3 @@ def _result(future: "Future[float]") -> float | str:
         return future.result()
     except Exception as error:
         return error_text(error)
-
-
-def error_text(error: BaseException) -> str:
-    """Return the message of an error, shortened.
-
-    It may repeat a model's text: without control characters, no terminal obeys it.
-    """
-    text = str(error)[:MAX_ERROR_LENGTH]
-    return "".join(char if char.isprintable() else " " for char in text) or type(error).__name__

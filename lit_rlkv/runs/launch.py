@@ -191,7 +191,7 @@ def end_together(fabric: Fabric) -> Iterator[None]:
         os.environ[FIRST] = str(os.getpid())
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt, SystemExit):
         # Lightning's exit handler calls NCCL, which waits for the other ranks, and they wait for this one.
         atexit.unregister(_destroy_dist_connection)
         raise

@@ -5,6 +5,7 @@ from omegaconf import open_dict, read_write
 
 from lit_rlkv.config import ConfigError, check_folders, check_keys, composed
 from lit_rlkv.config.composing import initialized
+from lit_rlkv.config.keys import check_effects
 from lit_rlkv.runs.preflight import checked_config
 
 
@@ -17,6 +18,7 @@ def asked(*overrides):
     with initialized():
         check_folders(cfg)
         check_keys(cfg, choices, overrides)
+        check_effects(cfg, overrides)
         return checked_config(cfg)
 
 

@@ -4,9 +4,17 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import CONF_DIR, ConfigError, check_keys
+from lit_rlkv.config import CONF_DIR, ConfigError, check_keys, composed
 from lit_rlkv.config.composing import groups, initialized, options_of
-from lit_rlkv.config.keys import TABLES, foreign_rows, keys_of_options, same_meaning, suggestion
+from lit_rlkv.config.keys import (
+    READ_WITH,
+    TABLES,
+    check_effects,
+    foreign_rows,
+    keys_of_options,
+    same_meaning,
+    suggestion,
+)
 from lit_rlkv.config.options import leaves
 from tests.config.asking import asked, refusal
 from tests.tiers import slow
@@ -77,6 +85,26 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
 )
 def test_keys_that_are_added_replaced_or_removed_are_checked(override, key):
     assert key in refusal(override)
+
+
+def test_a_key_that_nothing_would_read_is_refused_with_the_one_that_it_needs():
+    cfg = composed("config", [])
+    with initialized():
+        known = {key for key, _ in leaves(OmegaConf.to_container(compose("config")))}
+    for other, keys in READ_WITH.items():
+        above, *names = keys.split()
+        assert known >= {other, *(f"{above}.{name}" for name in names)}
+        for key in (f"{above}.{name}" for name in names):
+            OmegaConf.update(cfg, key, 3)
+            with pytest.raises(ConfigError, match=rf"{key}=3 has no effect with {other}=(null|random|0);"):
+                check_effects(cfg, [f"{key}=3"])
+            check_effects(cfg, ["seed=3"])  # a preset may set it
+            OmegaConf.update(cfg, key, None)
+            check_effects(cfg, [f"{key}=null"])
+    assert "algorithm.eviction.weight=0.7 has no effect with cache.policy=random" in refusal(
+        "cache.policy=random", "algorithm.eviction.weight=0.7"
+    )
+    asked("experiment=tools", "rollout.max_turns=3", "cache.policy=learned", "algorithm.eviction.weight=0.7")
 
 
 def test_optional_keys_may_be_added_and_removed():

@@ -61,7 +61,12 @@ class Hanging(Counter):
 
 class Leaving(Counter):
     def answer(self, response: str) -> None:
-        raise SystemExit
+        raise SystemExit(0)
+
+
+class Unreachable(Counter):
+    def reset(self, problem: Problem) -> Observation | None:
+        raise SystemExit(0)
 
 
 class Lazy(Counter):

@@ -1,12 +1,16 @@
 """Conversations with environments: rewards, failures that stay alone, and what the learner gets."""
 
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.schema import RewardConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_turn
 from lit_rlkv.environments import conversations
@@ -16,22 +20,29 @@ from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rollout.turns import last_turn, turn_starts
 from lit_rlkv.types import Message, Problem
-from tests.environments.talkers import Counter, Crashing, Hanging, Lazy, Leaving, quick_tokenizer
+from tests.environments.talkers import (
+    Counter,
+    Crashing,
+    Hanging,
+    Lazy,
+    Leaving,
+    Unreachable,
+    quick_tokenizer,
+)
 from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles, train_here
+from tests.rewards.helpers import wait_until
 
 AT_ONCE = {"max_new_tokens": 60, "environment_timeout_s": None}
 IN_THREADS = AT_ONCE | {"environment_timeout_s": 0.5, "environment_workers": 8}
 
 
 def collected(environment, rollout=AT_ONCE, **options):
-    reward = RewardConfig(environment=1.0, max_failed=1.0)
     datamodule = make_datamodule(
         make_roles(),
         environment=environment,
         tokenizer=quick_tokenizer(),
-        reward=reward,
         rollout=rollout,
-        **options,
+        **{"reward": RewardConfig(environment=1.0, max_failed=1.0), **options},
     )
     return datamodule, datamodule.collect()
 
@@ -89,11 +100,34 @@ def test_a_timeout_fails_its_response_alone_and_holds_up_no_other():
     assert time.monotonic() - started_at < 20
 
 
-@pytest.mark.parametrize("environment", [Leaving, Lazy])
-def test_an_exit_and_an_empty_observation_fail_the_response(environment: type[Counter]):
-    _, experience = collected(environment, IN_THREADS)
+@pytest.mark.parametrize("rollout", [AT_ONCE, IN_THREADS])
+@pytest.mark.parametrize("environment", [Leaving, Unreachable, Lazy])
+def test_an_exit_and_an_empty_observation_fail_the_response(
+    environment: type[Counter], rollout: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    _, experience = collected(environment, rollout)
+    assert environment is Lazy or "SystemExit: 0" in caplog.text
     is_cut = ~experience.has_eos  # cut before its first turn has ended
     assert (experience.rewards.is_failed | is_cut).all()
+
+
+def test_calls_that_never_end_end_the_run_before_their_threads_are_many(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conversations, "MAX_HUNG", 3)
+    settings = RolloutConfig(environment_timeout_s=0.05, environment_workers=2)
+    pool, over = EnvironmentPool(Counter, settings, build_task_tokenizer()), threading.Event()
+    n_before = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="no answer"):
+            pool.submit(over.wait, 60).result()
+    assert pool.submit(int, "3").result() == 3
+    with pytest.raises(TimeoutError, match="no answer"):
+        pool.submit(over.wait, 60).result()
+    with pytest.raises(OneLineError, match="3 calls of the environment still run"):
+        pool.submit(int, "3")
+    assert threading.active_count() <= n_before + 3 + 2  # and the two that wait for them
+    over.set()
+    wait_until(lambda: threading.active_count() <= n_before + 2)
+    assert pool.submit(int, "3").result() == 3
 
 
 def test_a_reset_that_differs_within_a_group_fails_those_responses():
@@ -113,6 +147,23 @@ def test_an_observation_without_room_truncates_the_response():
     )
     assert not experience.has_eos.any()
     assert (experience.rollout.attention_mask & ~experience.rollout.response_mask).any()
+
+
+def test_the_overlong_penalty_counts_observations():
+    # Two turns of at most a few sampled tokens around an observation of 40: the whole counts.
+    class Verbose(Counter):
+        def step(self, response: str) -> tuple[str, float, bool]:
+            self.n += 1
+            return "1" * 40, 0.0, self.n == 2
+
+    reward = RewardConfig(environment=1.0, max_failed=1.0, overlong_buffer=60, overlong_penalty=1.0)
+    _, experience = collected(Verbose, reward=reward)
+    sampled = experience.rollout
+    n_given = (sampled.attention_mask & ~sampled.response_mask).sum(dim=1)
+    n_prompt = torch.tensor([len(f"{problem.prompt}?") for problem in experience.problems])
+    n_tokens = sampled.response_mask.sum(dim=1) + n_given - n_prompt
+    assert (n_tokens[experience.has_eos] > 40).any()
+    assert torch.allclose(experience.rewards.total, -n_tokens / 60)
 
 
 def test_turns_end_at_the_limit():
@@ -168,10 +219,28 @@ def test_an_observation_is_put_after_a_prompt():
 
 def test_a_long_observation_is_cut_at_its_end():
     tokenizer = build_task_tokenizer()
-    assert fitting(tokenizer, "0123456789", 4) == ("012", [2, 3, 4])
+    assert fitting(tokenizer, "0123456789", 4) == ("0123", [2, 3, 4, 5])
     assert fitting(tokenizer, "0123", 4)[0] == "0123"
     with pytest.raises(ValueError, match="max_observation_tokens"):
         fitting(with_template(), "0123", 4)
+
+
+@pytest.mark.parametrize("n_messages", [None, 3, 4000])
+def test_a_huge_observation_is_cut_before_it_is_encoded(n_messages: int | None):
+    text = "12+7;" * 600_000
+    observation = text if n_messages is None else [Message("user", text)] * n_messages
+    tracemalloc.start()
+    if n_messages == 4000:
+        with pytest.raises(ValueError, match="max_observation_tokens"):
+            fitting(with_template(), observation, 256)
+    else:
+        found, token_ids = fitting(with_template(), observation, 256)
+        assert 200 < len(token_ids) <= 256
+        cut = [found] if isinstance(found, str) else [message.content for message in found]
+        assert len(set(cut)) == 1
+        assert text.startswith(cut[0])
+    assert tracemalloc.get_traced_memory()[1] < 30e6
+    tracemalloc.stop()
 
 
 def with_template():

@@ -1,12 +1,19 @@
 """Tools: calls are found by a pattern or the tokenizer, run, and answered, errors included."""
 
+import asyncio
+import functools
 import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lit_rlkv.environments import Tools, calculator
+from lit_rlkv.environments.tools import _event_loop
 from lit_rlkv.tasks import Products
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import Message
@@ -34,6 +41,79 @@ def fail(text: str) -> str:
     raise RuntimeError(text)
 
 
+def described(function: Any) -> Any:
+    """Give a function of one number what a tool needs."""
+    function.__doc__ = "Do it.\n\nArgs:\n    n: a number.\n"
+    function.__annotations__["n"] = int
+    return function
+
+
+@described
+async def later(n):
+    await asyncio.sleep(0.01)
+    return n + 1
+
+
+@described
+def soon(n):
+    return later(n)
+
+
+@described
+def city(n):
+    return {"city": "Zürich", (1, 2): n}
+
+
+@described
+def blank(n=3):
+    return None
+
+
+@described
+def leave(n):
+    sys.exit(n)
+
+
+@described
+async def leave_later(n):
+    raise GeneratorExit
+
+
+@described
+def address(n):
+    return [object()]
+
+
+@described
+def numbers(n):
+    return (n for n in range(3))
+
+
+@described
+def accuse(n):
+    raise ValueError(f"{object()}" + "1" * 3_000_000)
+
+
+class Unsaid(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("never")
+
+
+@described
+def unsaid(n):
+    raise Unsaid
+
+
+@described
+def listed(n):
+    yield n
+
+
+@described
+async def listed_later(n):
+    yield n
+
+
 def results(tools: Tools, response: str) -> Any:
     observation, reward, done = tools.step(response)
     assert (reward, done) == (0.0, observation is None)
@@ -47,6 +127,7 @@ def results(tools: Tools, response: str) -> Any:
         (None, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>'),
         (r"(?P<name>\w+)(?P<arguments>\{.*?\})", 'add{"a": 1, "b": 2}'),
         (r"call (?P<call>\{.*\})", 'call {"name": "add", "arguments": {"a": 1, "b": 2}}'),
+        (r"(?P<name>\w{1,9}){e}(?P<arguments>.*)", 'add{e}{"a": 1, "b": 2}'),  # no approximate matching
     ],
 )
 def test_a_call_is_found_and_answered(pattern: str | None, response: str):
@@ -64,14 +145,91 @@ def test_every_call_of_a_turn_has_its_message():
         ('{"name": "fail", "arguments": {"text": "broken"}}', "broken"),
         ('{"name": "none", "arguments": {}}', "none"),
         ('{"name": "add", "arguments": {"a": 1}}', "missing"),
-        ('{"name": ["add"]', ""),
-        ("3", ""),
+        ('{"name": ["add"]', "broken JSON"),
+        ('{"name": "add", "arguments": {"a": 1,}}', "broken JSON"),
+        ('{"name": "add", "arguments": "{\\"a\\": 1,}"}', "broken JSON"),
+        ("[" * 100_000, "broken JSON"),
+        ("3", "must be an object"),
     ],
 )
 def test_an_error_is_the_observation(call: str, says: str):
     (message,) = results(Tools([add, fail]), f"<tool_call>{call}</tool_call>")
     assert message.content.startswith("error: ")
     assert says in message.content
+
+
+CALL = '<tool_call>{"name": "%s", "arguments": {"n": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("tool", "result"),
+    [
+        (later, "2"),
+        (soon, "2"),
+        (city, "{'city': 'Zürich', (1, 2): 1}"),
+        (blank, "None"),
+        (leave, "error: SystemExit: 1"),
+        (leave_later, "error: GeneratorExit"),
+        (address, "error: the result has no text of its own: [<object object>]"),
+        (numbers, "error: the result has no text of its own: <generator object numbers.<locals>.<genexpr>>"),
+        (unsaid, "error: Unsaid"),
+    ],
+)
+def test_a_result_is_its_text_and_an_error_takes_no_other_result(tool: Any, result: str):
+    sum_ = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    said = [message.content for message in results(Tools([tool, add]), CALL % tool.__name__ + sum_)]
+    assert said == [result, "3"]
+
+
+def test_async_tools_of_all_threads_share_an_event_loop():
+    lock, n_done = asyncio.Lock(), 0
+
+    @described
+    async def count(n):
+        nonlocal n_done
+        async with lock:  # belongs to the loop in which somebody first waits for it
+            await asyncio.sleep(0.01)
+            n_done += n
+
+    _event_loop.cache_clear()
+    with ThreadPoolExecutor(20) as pool:
+        said = [*pool.map(Tools([count]).step, [CALL % "count"] * 20)]
+    assert said == [([Message("tool", "None")], 0.0, False)] * 20
+    assert n_done == 20
+
+
+def test_arguments_may_be_left_out_and_errors_are_short_and_the_same_in_each_run():
+    for arguments in ["", ', "arguments": null', ', "arguments": {}']:
+        call = f'<tool_call>{{"name": "blank"{arguments}}}</tool_call>'
+        assert results(Tools([blank]), call) == [Message("tool", "None")]
+    (message,) = results(Tools([accuse]), CALL % "accuse")
+    assert message.content.startswith("error: <object object>1")
+    assert len(message.content) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "n_calls"),
+    [("<tool_call>", 0), ('<tool_call>{"name": "add"}', 0), ("</tool_call>", 0), (CALL % "later", 100_000)],
+)
+def test_calls_are_found_in_linear_time(text: str, n_calls: int):
+    started_at = time.monotonic()
+    assert sum(1 for _ in Tools([add])._calls(text * 100_000)) == n_calls
+    assert time.monotonic() - started_at < 20  # by a pattern that searches from each tag, minutes
+
+
+def test_a_pattern_that_takes_for_ever_is_ended_while_others_run():
+    tools, ticks = Tools([later], r"(?P<arguments>(.|..)+)$(?<!.)"), []
+
+    async def tick() -> None:
+        running = asyncio.create_task(asyncio.to_thread(tools.step, "12+7;" * 20))
+        while not running.done():
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+        await running
+
+    with pytest.raises(TimeoutError, match=r"environment\.pattern=.* for 100 characters"):
+        asyncio.run(tick())
+    assert len(ticks) > 10
 
 
 def test_a_turn_without_a_call_is_the_last():
@@ -120,6 +278,11 @@ def test_the_tokenizers_response_template_finds_the_calls_that_its_chat_template
         ({"tools": []}, "tools"),
         ({"tools": "add"}, "tools"),
         ({"tools": [lambda text: text]}, "docstring"),
+        ({"tools": [add, add]}, "add twice"),
+        ({"tools": [functools.lru_cache(add)]}, "the tool add must be a function"),
+        ({"tools": [functools.partial(add, 1)]}, "must be a function"),
+        ({"tools": [listed]}, "the tool listed must be a function or method that returns a value"),
+        ({"tools": [listed_later]}, "listed_later must be"),
         ({"tools": ["os.system"]}, "trusted"),
         ({"tools": [add], "pattern": "("}, "pattern"),
         ({"tools": [add], "pattern": "add"}, "pattern"),

@@ -22,6 +22,11 @@ def test_a_header_says_what_is_trained_how_and_where(tmp_path):
     assert (found["run"], found["seed"], found["stages"]) == ("runs/mine", "3", "sft, rl, eval")
 
 
+def test_an_environment_is_named_with_its_tools(tmp_path):
+    found = fields(tmp_path, "environment=tools")
+    assert found["environment"].startswith("Tools(tools=[lit_rlkv.environments.tools.calculator]")
+
+
 def test_full_fine_tuning_has_no_adapters_and_its_learning_rate(tmp_path):
     found = fields(tmp_path, "roles=full", "roles.rank=8", "optimizer.lr=1e-5")["roles"]
     assert found.startswith("ppo: ")
