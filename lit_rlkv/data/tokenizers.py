@@ -19,6 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from lit_rlkv.models.loading import friendly_errors
+from lit_rlkv.models.model_files import check_texts
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.types import Message, Prompt, PromptBatch, prompt_text
 
@@ -51,6 +52,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     if path is None:
         return build_task_tokenizer()
     with friendly_errors(path):
+        check_texts(path)
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
         listed = _listed_ends(tokenizer, path)
     if tokenizer.eos_token is None:

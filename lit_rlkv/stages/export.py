@@ -19,6 +19,7 @@ from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, to
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.kv_scorer import save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
+from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import stream
 from lit_rlkv.runs.model_card import ADAPTER, HEADS, VALUE_ADAPTER, Exported
@@ -110,7 +111,8 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model by transformers alone."""
+    """Load a model by transformers alone, from files that have been checked."""
+    find_weights(path)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, trust_remote_code=False, use_safetensors=True
     )
