@@ -16,8 +16,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_LAYERS = 10_000
 """Most layers in a config; transformers makes lists of this length before it makes layers."""
-UNSTORED = 1 << 26
-"""Numbers that a model may hold beside those in its files, as tables of positions."""
+SLACK, UNSTORED = 1 << 20, 1 << 26
+"""Numbers that parameters and buffers of a model may have beyond its files, for the check that names them."""
 MAX_SAID = 240
 """Characters of an error of torch or transformers that are shown; some list the frames of a stack."""
 CALLS, CALLS_PER_TENSOR = 4_000, 50
@@ -40,16 +40,25 @@ def check_texts(path: str | Path) -> dict[str, Any]:
     config, tokenizer = ({} if one is None else _read_object(one) for one in found)
     for name in tokenizer.get("fast_tokenizer_files") or ():
         _check_name(path, "tokenizer_config.json", name, ".json")
+    check_layers(path, config)
+    return config
+
+
+def check_layers(path: str | Path, config: dict[str, Any]) -> None:
+    """Refuse more layers than a model can have, in a config or in a part of it.
+
+    Raises:
+        ValueError: naming the field.
+    """
     parts = [config]
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():
-            if "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
+            if ("layer" in name or "block_count" in name) and isinstance(value, int) and value > MAX_LAYERS:
                 raise ValueError(
-                    f"{path}: config.json must have at most {MAX_LAYERS:,} layers, got {name}="
+                    f"{path}: its config must have at most {MAX_LAYERS:,} layers, got {name}="
                     f"{str(value)[:40]}; restore it"
                 )
-    return config
 
 
 def find_weights(path: str | Path) -> list[Path]:
@@ -100,6 +109,7 @@ def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[in
         with torch.device("meta"), _Limit(CALLS + CALLS_PER_TENSOR * len(shapes)):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         parts = dict([*model.named_parameters(), *model.named_buffers()])
+        n_buffers = sum(part.numel() for part in model.buffers())
     except Exception as error:  # sizes beyond 64 bits raise errors of any type
         if isinstance(error, ImportError) or "trust_remote_code" in str(error):
             raise
@@ -109,7 +119,7 @@ def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[in
             "restore it"
         ) from error
     n_numbers = sum(part.numel() for part in parts.values())
-    if n_numbers > 2 * packed * n_stored + UNSTORED:
+    if n_numbers - min(n_buffers, UNSTORED) > 2 * packed * n_stored + SLACK:
         name, largest = max(parts.items(), key=lambda item: item[1].numel())
         raise ValueError(
             f"{path}: its config describes a model of {n_numbers:,} numbers ({name}: "
