@@ -50,9 +50,11 @@ def _read(file: Path) -> Any:
         raise ValueError(f'{file} needs the package gguf; pip install -e ".[gguf]"') from error
 
     class Reader(GGUFReader):
+        """Refuses to read beyond the end of the file, where numpy returns nothing and a list has no end."""
+
         def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
             found = super()._get(offset, dtype, count, *args, **kwargs)
-            if len(found) < count:  # numpy ends without a word, and a long list would never end
+            if len(found) < count:
                 raise ValueError("it ends too early")
             return found
 
@@ -71,7 +73,7 @@ def _convert(file: Path, reader: Any, folder: Path) -> None:
         config = AutoConfig.from_pretrained(**source)
         check_sizes(file, config, [*shapes.values()])
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        loaded, found = AutoModelForCausalLM.from_pretrained(
+        loaded, found = cast(Any, AutoModelForCausalLM).from_pretrained(
             **source,
             config=config,
             dtype=torch.float32,
@@ -79,7 +81,7 @@ def _convert(file: Path, reader: Any, folder: Path) -> None:
             ignore_mismatched_sizes=True,  # they are refused below, with their names
             **_dequantizing(),
         )
-        processor = TENSOR_PROCESSORS.get(fields["general.architecture"], TensorProcessor)
+        processor: Any = TENSOR_PROCESSORS.get(fields["general.architecture"], TensorProcessor)
         places = get_gguf_hf_weights_map(loaded, processor(config={}))
         # transformers passes over tensors that it has no place for, as factors of RoPE.
         found["unexpected_keys"] = {

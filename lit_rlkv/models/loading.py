@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,9 +100,9 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
-        text = str(error)
-        if "trust_remote_code" in text or "custom code" in text:
+    except Exception as error:  # transformers, tokenizers and safetensors raise any type for a damaged file
+        said = " ".join(str(error).split())
+        if "trust_remote_code" in said or "custom code" in said:
             config = Path(path) / "config.json"
             name = json.loads(config.read_text()).get("model_type") if config.is_file() else None
             kind = f"model_type {name}" if name else "auto_map in its config"
@@ -111,21 +110,15 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
                 f"{path} needs remote code ({kind}), which is never run; use a model that transformers "
                 "includes"
             ) from error
-        if not isinstance(error, JSONDecodeError | UnicodeDecodeError) and "valid JSON" not in text:
+        is_said = isinstance(error, ValueError | OSError | ImportError) and not isinstance(
+            error, json.JSONDecodeError | UnicodeDecodeError
+        )
+        if is_said or is_out_of_memory(error):
             raise
-        raise _damaged(path, error) from error
-    except Exception as error:  # transformers, tokenizers and safetensors raise any type for a damaged file
-        if isinstance(error, ImportError) or is_out_of_memory(error):
-            raise
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: str | Path, error: Exception) -> ValueError:
-    said = " ".join(str(error).split())[:MAX_SAID]
-    return ValueError(
-        f"{path} has a file that is damaged or not whole ({type(error).__name__}: {said}); restore it, or "
-        "fetch the model again"
-    )
+        raise ValueError(
+            f"{path} has a file that is damaged or not whole ({type(error).__name__}: {said[:MAX_SAID]}); "
+            "restore it, or fetch the model again"
+        ) from error
 
 
 def _quantized(quantization: str, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any]:

@@ -14,50 +14,45 @@ from lit_rlkv.files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_LAYERS = 10_000
-"""Most layers in a config; transformers makes lists of this length before it makes layers."""
+MAX_LAYERS, MAX_SAID = 10_000, 240
+"""Most layers of a config, and most characters shown of an error, which may list the frames of a stack."""
 SLACK, UNSTORED = 1 << 20, 1 << 26
-"""Numbers that parameters and buffers of a model may have beyond its files, for the check that names them."""
-MAX_SAID = 240
-"""Characters of an error of torch or transformers that are shown; some list the frames of a stack."""
+"""Numbers that parameters and buffers may have beyond the files; a closer check names what is missing."""
 CALLS, CALLS_PER_TENSOR = 4_000, 50
-"""Most calls of torch while a model is built without memory, for itself and for each tensor in its files."""
+"""Most calls of torch while a model is built without memory: in all, and for each tensor in its files."""
 
 
 def find_file(path: str | Path, name: str) -> Path | None:
-    """Return a file of a folder or of a name on the hub; None without one that is regular."""
+    """Return a regular file in a folder or of a name on the hub; None without one."""
     found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
 
-def check_texts(path: str | Path) -> dict[str, Any]:
-    """Return the config of a folder or hub name as JSON; empty without one.
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return config.json, checked as far as a tokenizer reads it; empty without one.
 
     Raises:
-        ValueError: config or tokenizer name a file elsewhere, or there are too many layers to be built.
+        ValueError: a file is damaged, there are too many layers, or the tokenizer is in another folder.
     """
-    found = [find_file(path, name) for name in ("config.json", "tokenizer_config.json")]
-    config, tokenizer = ({} if one is None else _read_object(one) for one in found)
-    for name in tokenizer.get("fast_tokenizer_files") or ():
-        _check_name(path, "tokenizer_config.json", name, ".json")
+    config, tokenizer = (
+        _read_object(find_file(path, name)) for name in ("config.json", "tokenizer_config.json")
+    )
     check_layers(path, config)
+    for name in tokenizer.get("fast_tokenizer_files") or ():
+        _own_name(path, name, ".json")
     return config
 
 
 def check_layers(path: str | Path, config: dict[str, Any]) -> None:
-    """Refuse more layers than a model can have, in a config or in a part of it.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Refuse a config, or a part of it, with more layers than transformers can list within seconds."""
     parts = [config]
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():
-            if ("layer" in name or "block_count" in name) and isinstance(value, int) and value > MAX_LAYERS:
+            if re.search("layer|block_count", name) and isinstance(value, int) and value > MAX_LAYERS:
                 raise ValueError(
-                    f"{path}: its config must have at most {MAX_LAYERS:,} layers, got {name}="
-                    f"{str(value)[:40]}; restore it"
+                    f"{path} must have at most {MAX_LAYERS:,} layers, got {name}={str(value)[:40]}; restore "
+                    "its config"
                 )
 
 
@@ -65,66 +60,37 @@ def find_weights(path: str | Path) -> list[Path]:
     """Return the files of the weights in a folder or of a hub name, those that transformers would read.
 
     Raises:
-        ValueError: there are none, or the config or the index names anything but a regular file
-            `*.safetensors` of the same folder: a pickle runs code, and other places are not the model's.
+        ValueError: there are none, or config or index name anything but regular files `*.safetensors` of the
+            same folder: a pickle runs code, and another folder is not the model's.
     """
-    first = check_texts(path).get("transformers_weights") or WEIGHTS
-    source = _check_name(path, "config.json", first, ".safetensors", ".safetensors.index.json")
-    listed = find_file(path, source) or (find_file(path, INDEX) if source == WEIGHTS else None)
-    if listed is None:
-        raise ValueError(_without_weights(path))
-    names = [listed.name]
-    if listed.name.endswith(".json"):
-        places = _read_object(listed).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ValueError(f"{listed} must have a weight_map; restore it")
-        shards = {str(_check_name(path, listed.name, name, ".safetensors")) for name in places.values()}
-        names = sorted(shards)
-    if not Path(path).is_dir():
-        cached_files(str(path), names)  # fetches them at once
-    files = [listed.with_name(name) for name in names]
-    folder = listed.parent.resolve()
-    allowed = (folder, folder.parent.parent / "blobs")  # where links of the hub's cache lead
-    for file in files:
-        real = file.resolve()
-        if not file.is_file() or not any(real.is_relative_to(place) for place in allowed):
+    named = read_config(path).get("transformers_weights") or WEIGHTS
+    source = find_file(path, _own_name(path, named, ".safetensors", ".index.json")) or find_file(path, INDEX)
+    if source is None:
+        pickles = sorted(file.name for pattern in PICKLES for file in Path(path).glob(pattern))
+        if not pickles:
             raise ValueError(
-                f"{path} must hold {file.name} as a regular file, got "
-                f"{f'a link to {real}' if file.is_file() else 'none'}; restore it, or copy it there"
+                f"{path} holds no weights (no *.safetensors); give a folder written by save_pretrained"
+            )
+        raise ValueError(
+            f"{path} must hold weights as *.safetensors, got {pickles[0]}; pickles may run code and are not "
+            "loaded. If you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
+            f"{str(path)!r}, use_safetensors=False).save_pretrained('NEW'), and save the tokenizer there too"
+        )
+    places = _read_object(source).get("weight_map") if source.suffix == ".json" else {"": source.name}
+    listed = places.values() if isinstance(places, dict) else [places]
+    names = sorted({_own_name(path, name, ".safetensors") for name in listed})
+    if not Path(path).is_dir():
+        cached_files(str(path), names)  # fetches them
+    folder = source.parent.resolve()
+    homes = (folder, folder.parent.parent / "blobs")  # where links of the hub's cache lead
+    files = [source.with_name(name) for name in names]
+    for file in files:
+        if not (file.is_file() and any(file.resolve().is_relative_to(home) for home in homes)):
+            raise ValueError(
+                f"{path} must hold {file.name} as a regular file, or as a link of the hub's cache; restore or "
+                "copy it"
             )
     return files
-
-
-def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[int]]) -> None:
-    """Check that a config describes a model of about as many numbers as there are in its files.
-
-    The model is built without memory, and not further than its files can fill.
-
-    Raises:
-        ValueError: it describes a larger one, or one that cannot be built.
-    """
-    n_stored = sum(torch.Size(shape).numel() for shape in shapes)
-    packed = 8 if hasattr(config, "quantization_config") else 1
-    try:
-        with torch.device("meta"), _Limit(CALLS + CALLS_PER_TENSOR * len(shapes)):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        parts = dict([*model.named_parameters(), *model.named_buffers()])
-        n_buffers = sum(part.numel() for part in model.buffers())
-    except Exception as error:  # sizes beyond 64 bits raise errors of any type
-        if isinstance(error, ImportError) or "trust_remote_code" in str(error):
-            raise
-        said = " ".join(str(error).split())[:MAX_SAID]
-        raise ValueError(
-            f"{path}: its config describes a model that cannot be built ({type(error).__name__}: {said}); "
-            "restore it"
-        ) from error
-    n_numbers = sum(part.numel() for part in parts.values())
-    if n_numbers - min(n_buffers, UNSTORED) > 2 * packed * n_stored + SLACK:
-        name, largest = max(parts.items(), key=lambda item: item[1].numel())
-        raise ValueError(
-            f"{path}: its config describes a model of {n_numbers:,} numbers ({name}: "
-            f"{list(largest.shape)}), and its files hold {n_stored:,}; restore config or weights"
-        )
 
 
 def stored_shapes(files: list[Path]) -> list[list[int]]:
@@ -136,8 +102,35 @@ def stored_shapes(files: list[Path]) -> list[list[int]]:
     return shapes
 
 
-class _Limit(TorchFunctionMode):
-    """Ends what calls torch more often than allowed."""
+def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[int]]) -> None:
+    """Refuse a config of a far larger model than the one whose weights have these shapes.
+
+    The model is built without memory. Quantized weights are packed, and tied ones are stored once.
+    """
+    n_stored = sum(torch.Size(shape).numel() for shape in shapes)
+    packed = 8 if hasattr(config, "quantization_config") else 1
+    try:
+        with torch.device("meta"), _CallLimit(CALLS + CALLS_PER_TENSOR * len(shapes)):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        sizes = {name: part.numel() for name, part in model.named_parameters()}
+        n_buffers = sum(part.numel() for part in model.buffers())
+    except Exception as error:  # sizes beyond 64 bits raise errors of any type
+        if isinstance(error, ImportError):
+            raise
+        said = " ".join(str(error).split())[:MAX_SAID]
+        raise ValueError(
+            f"{path} has a config of which no model can be made ({type(error).__name__}: {said}); restore it"
+        ) from error
+    n_numbers = sum(sizes.values()) + max(n_buffers - UNSTORED, 0)
+    if n_numbers > 2 * packed * n_stored + SLACK:
+        raise ValueError(
+            f"{path} has a config of a model with {n_numbers:,} numbers ({max(sizes, key=sizes.__getitem__)} "
+            f"alone {max(sizes.values()):,}), and weights of {n_stored:,}; restore config or weights"
+        )
+
+
+class _CallLimit(TorchFunctionMode):
+    """Ends code that calls torch more often than allowed."""
 
     def __init__(self, n_calls: int) -> None:
         super().__init__()
@@ -146,36 +139,25 @@ class _Limit(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.n_left -= 1
         if self.n_left < 0:
-            raise ValueError("it has far more parts than its files")
+            raise ValueError("it has far more parts than its weights")
         return func(*args, **(kwargs or {}))
 
 
-def _check_name(path: str | Path, source: str, name: Any, *endings: str) -> str:
+def _own_name(path: str | Path, name: Any, *endings: str) -> str:
+    """Return a name that a file gives, if it is of a file in the same folder with one of the endings."""
     if isinstance(name, str) and re.fullmatch(r"[^/\\]+", name) and name.endswith(endings):
         return name
     raise ValueError(
-        f"{path}: {source} must name files *{' or *'.join(endings)} of its own folder, got {name!r}; "
-        "pickles and files elsewhere are not read. Restore it, or convert the model once"
+        f"{path} must name files *{' or *'.join(endings)} of its own folder in its configs and index, got "
+        f"{name!r}; pickles and files elsewhere are not read, restore or convert the model"
     )
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_object(file: Path | None) -> dict[str, Any]:
     try:
-        found = read_json(file)
+        found = {} if file is None else read_json(file)
         if not isinstance(found, dict):
             raise ValueError("it must be a JSON object")
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); restore it, or fetch the model again") from error
     return found
-
-
-def _without_weights(path: str | Path) -> str:
-    folder = Path(path)
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-    if folder.is_dir() and not pickles:
-        return f"{path} holds no weights (no *.safetensors); give a folder written by save_pretrained"
-    return (
-        f"{path} must hold weights as *.safetensors, got {', '.join(pickles[:1]) or 'none'}; pickles may run "
-        "code and are not loaded. If you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
-        f"{str(path)!r}, use_safetensors=False).save_pretrained('NEW'), and save the tokenizer there too"
-    )

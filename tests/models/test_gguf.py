@@ -113,15 +113,21 @@ Q_PROJ, ZEROS = "blk.0.attn_q.weight", np.zeros(288, np.float32)
         (renamed("output_norm.weight", "norm.weight"), r"lacks model\.norm\.weight"),
         (lambda writer: writer.tensors[0].pop(Q_PROJ), "lacks model"),
         (lambda writer: writer.add_tensor("extra.weight", ZEROS), r"no place in its model for extra\.weight"),
-        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", ZEROS), r"no place in its model for blk\.0\.at"),
-        (lambda writer: writer.add_tensor("blk.2.attn_norm.weight", ZEROS), r"no place in its model for blk\.2"),
-        (field("llama.block_count", None), "describes a model of"),
+        (
+            lambda writer: writer.add_tensor("blk.0.attn_q.bias", ZEROS),
+            r"no place in its model for blk\.0\.at",
+        ),
+        (
+            lambda writer: writer.add_tensor("blk.2.attn_norm.weight", ZEROS),
+            r"no place in its model for blk\.2",
+        ),
+        (field("llama.block_count", None), "has a config of a model with"),
         (field("llama.block_count", 1), r"no place in its model for blk\.1"),
         (field("llama.block_count", 2**31), "at most 10,000 layers, got llama.block_count=2147483648"),
         (field("llama.attention.head_count", 0), "cannot be converted"),
         (field("llama.attention.head_count", None), "has other sizes than its config"),
         (field("llama.embedding_length", 2**30), "cannot be converted"),
-        (field("llama.vocab_size", 2**31), "describes a model of"),
+        (field("llama.vocab_size", 2**31), "has a config of a model with"),
         (field("tokenizer.ggml.eos_token_id", 2**31), "cannot be converted"),
         (field("tokenizer.ggml.merges", ["zzz qqq"]), "Token `zzz` out of vocabulary"),
     ],
@@ -142,4 +148,3 @@ def test_a_list_longer_than_the_file_ends_at_once(tmp_path):
     file.write_bytes(data[:place] + struct.pack("<Q", 2**40) + data[place + 8 : place + 4096])
     with pytest.raises(ValueError, match="must be a whole GGUF file"):
         converted_gguf(file, tmp_path)
-
