@@ -87,8 +87,8 @@ def find_weights(path: str | Path) -> list[Path]:
     for file in files:
         if not (file.is_file() and any(file.resolve().is_relative_to(home) for home in homes)):
             raise ValueError(
-                f"{path} must hold {file.name} as a regular file, or as a link of the hub's cache; restore or "
-                "copy it"
+                f"{path} must hold {file.name} as a regular file, or as a link of the hub's cache; restore "
+                "or copy it"
             )
     return files
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HTTPError,  # of httpx or httpx2, by the version of the hub's client
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from lit_rlkv.config import ConfigError, require
 from lit_rlkv.config.errors import one_line
@@ -26,7 +29,7 @@ def check_upload(repo_id: str, private: bool | None, api: HfApi) -> None:
             f"push_to={repo_id} needs a token that may write to the hub, found none; log in by `hf auth "
             "login`, set HF_TOKEN, or leave push_to out"
         ) from error
-    except (ValueError, OSError, httpx.HTTPError) as error:
+    except (ValueError, OSError, HTTPError) as error:
         raise ConfigError(f"push_to={repo_id}: {one_line(error)}") from error
     token = user.get("auth", {}).get("accessToken", {})
     require(
@@ -64,7 +67,7 @@ def upload(folder: Path, repo_id: str, private: bool | None, message: str, left_
         api.upload_folder(
             repo_id=address.repo_id, folder_path=folder, commit_message=message, ignore_patterns=[left_out]
         )
-    except (OSError, httpx.HTTPError) as error:
+    except (OSError, HTTPError) as error:
         options = f"--exclude {left_out}{' --private' if private else ''}"
         raise ConfigError(
             f"push_to={repo_id}: {one_line(error)}; the export is in {folder}, and "
