@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.hub import cached_file, cached_files
 
@@ -14,12 +13,10 @@ from lit_rlkv.files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_LAYERS, MAX_SAID = 10_000, 240
-"""Most layers of a config, and most characters shown of an error, which may list the frames of a stack."""
+MAX_LAYERS, MAX_SAID = 1_000, 240
+"""Most layers of a config, and most characters shown of an error; torch lists the frames of its stack."""
 SLACK, UNSTORED = 1 << 20, 1 << 26
 """Numbers that parameters and buffers may have beyond the files; a closer check names what is missing."""
-CALLS, CALLS_PER_TENSOR = 4_000, 50
-"""Most calls of torch while a model is built without memory: in all, and for each tensor in its files."""
 
 
 def find_file(path: str | Path, name: str) -> Path | None:
@@ -34,11 +31,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: a file is damaged, there are too many layers, or the tokenizer is in another folder.
     """
-    config, tokenizer = (
-        _read_object(find_file(path, name)) for name in ("config.json", "tokenizer_config.json")
-    )
+    config = _read_object(find_file(path, "config.json"))
     check_layers(path, config)
-    for name in tokenizer.get("fast_tokenizer_files") or ():
+    for name in _read_object(find_file(path, "tokenizer_config.json")).get("fast_tokenizer_files") or ():
         _own_name(path, name, ".json")
     return config
 
@@ -67,14 +62,12 @@ def find_weights(path: str | Path) -> list[Path]:
     source = find_file(path, _own_name(path, named, ".safetensors", ".index.json")) or find_file(path, INDEX)
     if source is None:
         pickles = sorted(file.name for pattern in PICKLES for file in Path(path).glob(pattern))
-        if not pickles:
-            raise ValueError(
-                f"{path} holds no weights (no *.safetensors); give a folder written by save_pretrained"
-            )
         raise ValueError(
             f"{path} must hold weights as *.safetensors, got {pickles[0]}; pickles may run code and are not "
             "loaded. If you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
             f"{str(path)!r}, use_safetensors=False).save_pretrained('NEW'), and save the tokenizer there too"
+            if pickles
+            else f"{path} holds no weights (no *.safetensors); give a folder written by save_pretrained"
         )
     places = _read_object(source).get("weight_map") if source.suffix == ".json" else {"": source.name}
     listed = places.values() if isinstance(places, dict) else [places]
@@ -110,10 +103,10 @@ def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[in
     n_stored = sum(torch.Size(shape).numel() for shape in shapes)
     packed = 8 if hasattr(config, "quantization_config") else 1
     try:
-        with torch.device("meta"), _CallLimit(CALLS + CALLS_PER_TENSOR * len(shapes)):
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         sizes = {name: part.numel() for name, part in model.named_parameters()}
-        n_buffers = sum(part.numel() for part in model.buffers())
+        sizes["buffers"] = max(sum(part.numel() for part in model.buffers()) - UNSTORED, 0)
     except Exception as error:  # sizes beyond 64 bits raise errors of any type
         if isinstance(error, ImportError):
             raise
@@ -121,26 +114,12 @@ def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[in
         raise ValueError(
             f"{path} has a config of which no model can be made ({type(error).__name__}: {said}); restore it"
         ) from error
-    n_numbers = sum(sizes.values()) + max(n_buffers - UNSTORED, 0)
-    if n_numbers > 2 * packed * n_stored + SLACK:
+    if sum(sizes.values()) > 2 * packed * n_stored + SLACK:
+        largest = max(sizes, key=sizes.__getitem__)
         raise ValueError(
-            f"{path} has a config of a model with {n_numbers:,} numbers ({max(sizes, key=sizes.__getitem__)} "
-            f"alone {max(sizes.values()):,}), and weights of {n_stored:,}; restore config or weights"
+            f"{path} has a config of a model with {sum(sizes.values()):,} numbers ({largest}: "
+            f"{sizes[largest]:,}), and weights of {n_stored:,}; restore config or weights"
         )
-
-
-class _CallLimit(TorchFunctionMode):
-    """Ends code that calls torch more often than allowed."""
-
-    def __init__(self, n_calls: int) -> None:
-        super().__init__()
-        self.n_left = n_calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n_left -= 1
-        if self.n_left < 0:
-            raise ValueError("it has far more parts than its weights")
-        return func(*args, **(kwargs or {}))
 
 
 def _own_name(path: str | Path, name: Any, *endings: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HTTPError  # of httpx or httpx2, by its version
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 from lightning.fabric import Fabric
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar

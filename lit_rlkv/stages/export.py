@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import ConfigError, is_local
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.kv_scorer import save_kv_scorer
@@ -120,10 +120,10 @@ def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_adapter(backbone: PreTrainedModel, adapter: str, base: str | Path, folder: Path) -> None:
-    """Save an adapter of a backbone in peft's format, for the base model `base`."""
+    """Save an adapter of a backbone in peft's format; it names its base model if that is on the hub."""
     config = copy.deepcopy(cast("dict[str, Any]", backbone.peft_config)[adapter])
     config.task_type = TaskType.CAUSAL_LM
-    config.base_model_name_or_path = str(Path(base).resolve() if Path(base).exists() else base)
+    config.base_model_name_or_path = None if is_local(str(base)) else str(base)
     config.inference_mode = True
     weights = get_peft_model_state_dict(backbone, adapter_name=adapter, save_embedding_layers=False)
     folder.mkdir()
