@@ -197,6 +197,14 @@ class Rollout(TensorBatch):
     cache_dtype: str | None = None
     """`CacheSpec.dtype` of the sampler's cache, whose rounding the replay repeats; None: it has none."""
 
+    def __post_init__(self) -> None:
+        for name in ("attention_mask", "response_mask"):
+            mask = getattr(self, name)
+            if mask.dtype != torch.bool:  # 0 and 1, as in transformers
+                if not torch.equal(mask, mask.bool().to(mask.dtype)):
+                    raise ValueError(f"{name} must be True or 1 on tokens and False or 0 elsewhere")
+                object.__setattr__(self, name, mask.bool())
+
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
         """Return rows with new columns, which must be consecutive; eviction times move along."""
         chosen = super().select(rows, columns)

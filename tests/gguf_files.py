@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp writes them: a small Llama with a byte-level BPE tokenizer, quantized."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,12 @@ def trained_tokenizer() -> Tokenizer:
 
 
 def write_gguf(
-    file: Path, *, architecture: str = "llama", template: str | None = TEMPLATE, kind: str = "Q4_1"
+    file: Path,
+    *,
+    architecture: str = "llama",
+    template: str | None = TEMPLATE,
+    kind: str = "Q4_1",
+    change: Callable[[GGUFWriter], object] = lambda writer: None,
 ) -> PreTrainedModel:
     """Write a GGUF file, and return the model whose weights were quantized for it."""
     tokenizer = trained_tokenizer()
@@ -73,6 +79,7 @@ def write_gguf(
     for name, weight in model.state_dict().items():
         if name != "lm_head.weight":  # tied
             _write_tensor(writer, name, weight.numpy(), GGMLQuantizationType[kind])
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

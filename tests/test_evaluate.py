@@ -78,7 +78,10 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"n_samples": 4}, r"n_samples=4 responses at temperature=0\.0 are 4 times the same one"),
         ({"n_samples": 0}, "n_samples must be a whole number of at least 1, got 0"),
         ({"policies": "snapkv"}, r"policies must be a list, each a text or null, got snapkv"),
-        ({"policies": ["snapvk"]}, "policies: unknown cache policy 'snapvk'; choose one of dense, "),
+        (
+            {"policies": ["snapvk"]},
+            r"policies: unknown cache policy 'snapvk' \(did you mean snapkv",
+        ),
         ({"budgets": 4}, "budgets must be a list, each a whole number of at least 1 or null, got 4"),
         ({"budgets": [4.5]}, r"budgets\[0\] must be a whole number of at least 1, got 4\.5"),
         ({"budgets": [2]}, r"budgets: budget must be at least sink \+ window \+ 1 = 4, got 2"),

@@ -105,6 +105,9 @@ def test_the_folder_holds_weights_tokenizer_generation_config_heads_and_the_crit
         load_file(exported / name / "adapter_model.safetensors") for name in ("adapter", "value_adapter")
     )
     assert policy.keys() == value.keys()
+    for name in ("adapter", "value_adapter"):  # the base is a folder of this machine
+        config = json.loads((exported / name / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] is None
     assert any(not torch.equal(policy[name], value[name]) for name in policy)
 
 

@@ -3,7 +3,7 @@
 from lit_rlkv.config.composing import CONF_DIR, SWEEPS_DIR, composed, quoted
 from lit_rlkv.config.errors import ConfigError, as_config_errors, require
 from lit_rlkv.config.keys import PRESETS, check_keys
-from lit_rlkv.config.model_path import expanded, find_gguf, is_local
+from lit_rlkv.config.model_path import check_source, expanded, find_gguf, is_local
 from lit_rlkv.config.parsing import AUTO, check_folders, parse, parse_config
 from lit_rlkv.config.run_labels import label_logger
 from lit_rlkv.config.schema import Config
@@ -21,6 +21,7 @@ __all__ = [
     "check_folders",
     "check_keys",
     "check_saved_code",
+    "check_source",
     "check_targets",
     "composed",
     "expanded",

@@ -5,14 +5,13 @@ It does not import torch, so a mistake is answered at once. `lit_rlkv.runs.prefl
 
 import os
 from functools import reduce
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.checks import Range
 from lit_rlkv.config.errors import interpolations_as_config_errors, require
-from lit_rlkv.config.model_path import find_gguf, is_local
+from lit_rlkv.config.model_path import check_source
 from lit_rlkv.config.options import check_leaves, convert, leaf_keys, named_items, show
 from lit_rlkv.config.schema import Config, Stage
 from lit_rlkv.config.targets import LOW_BIT
@@ -21,8 +20,6 @@ Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
 AUTO = "auto"
 """Value of `resume` that finds the run by its config."""
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""File name of the model of `recipe=smollm2`."""
 GRADIENT_DIAGNOSTICS = "lit_rlkv.callbacks.gradient_"
 WEIGHT_FUNCTIONS = tuple(
     f"lit_rlkv.objectives.corrections.{name}"
@@ -139,13 +136,8 @@ def _check_model(cfg: Config) -> None:
         not cfg.model.preset or bool(cfg.model.preset.get("_partial_")),
         "model.preset must have _partial_: true, as the run adds arguments; add +model.preset._partial_=true",
     )
-    if path is not None and is_local(path):
-        require(
-            (Path(path).expanduser() / "config.json").is_file() or find_gguf(path) is not None,
-            f"model.path={path} is not a checkpoint folder (no config.json there) and no GGUF file; give a "
-            "folder written by save_pretrained, a file .gguf, or a hub name"
-            + ("; `make smollm2` fetches this one" if Path(path).name == SMOLLM2 else ""),
-        )
+    if path is not None:
+        check_source(path)
     require(
         cfg.fabric.quantization is None or path is not None,
         f"fabric.quantization={cfg.fabric.quantization} is of a checkpoint; give model.path, or use null",

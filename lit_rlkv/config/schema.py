@@ -299,7 +299,7 @@ class RolesConfig:
     """Policy, reference, reward model and critic on one backbone or several (arXiv:2309.00754)."""
 
     layout: Literal["ppo", "lora_ppo", "dynamic_lora", "j_hydra", "hydra"] = option(
-        "hydra", "which roles share a backbone, and which train an adapter"
+        "hydra", "which roles share a backbone or train an adapter; roles=full trains all weights"
     )
     rank: int = option(32, "rank of the LoRA adapters", least=1)
     alpha: int = option(64, "scale of the LoRA adapters, divided by rank", least=1)

@@ -5,7 +5,6 @@ import string
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.hub import cached_file
 
 from lit_rlkv.data.chat_template import check_rendering, special_ids, turn_ends
 from lit_rlkv.models.loading import friendly_errors
+from lit_rlkv.models.model_files import find_file, read_config
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.types import PromptBatch
 
@@ -51,6 +50,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     if path is None:
         return build_task_tokenizer()
     with friendly_errors(path):
+        read_config(path)
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=False)
         listed = _listed_ends(tokenizer, path)
     if tokenizer.eos_token is None:
@@ -72,8 +72,8 @@ def _listed_ends(tokenizer: PreTrainedTokenizerBase, path: str) -> tuple[int, ..
     Chat models list several, of which the tokenizer knows one. An id of ordinary text is left out: it comes
     from a default of the model's class, and would end responses amid a word.
     """
-    file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
-    listed = None if file is None else json.loads(Path(file).read_text("utf-8")).get("eos_token_id")
+    file = find_file(path, GENERATION_CONFIG_NAME)
+    listed = None if file is None else json.loads(file.read_text("utf-8")).get("eos_token_id")
     ids = [] if listed is None else [listed] if isinstance(listed, int) else listed
     return tuple(id_ for id_ in ids if id_ in special_ids(tokenizer))
 

@@ -91,7 +91,8 @@ def generate(
     n = generation_config.num_return_sequences or 1
     # transformers has made them of its options, and a criterion of the caller takes the place of its own.
     ends = [each.eos_token_id for each in stopping_criteria if isinstance(each, EosTokenCriteria)]
-    eos = torch.cat([each.flatten() for each in ends]).tolist() if ends else None
+    listed = torch.cat([each.flatten() for each in ends]).tolist() if ends else []
+    eos = [token for token in listed if token >= 0] or None  # none is negative: transformers then never ends
     lengths = [each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria)]
     pad = generation_config.pad_token_id
     pad = int(pad) if pad is not None else eos[0] if eos else 0  # as transformers does

@@ -7,6 +7,7 @@ no entry: `cache.policy=mypackage.policies.MyPolicy`, with that package in `trus
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -392,9 +393,12 @@ def load_policy_class(name: str) -> type[Policy]:
     if name in POLICIES:
         return POLICIES[name]
     if "." not in name:
+        names = {name: name for name in (DENSE, *POLICIES)} | {"pyramid": "cache.budget_profile=pyramid"}
+        close = get_close_matches(name.lower(), names, 1)
+        meant = f" (did you mean {names[close[0]]}?)" if close else ""
         raise ValueError(
-            f"unknown cache policy {name!r}; choose one of {', '.join((DENSE, *POLICIES))}, or name a class "
-            "of your own such as mypackage.policies.MyPolicy"
+            f"unknown cache policy {name!r}{meant}; choose one of {', '.join((DENSE, *POLICIES))}, or name a "
+            "class of your own such as mypackage.policies.MyPolicy"
         )
     found = load_trusted_class(name)
     if not issubclass(found, Policy):

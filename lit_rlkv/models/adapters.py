@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.models.cast_linear import CastLinear
 
+# peft and TRL use names that transformers has replaced, which nobody here can change.
+warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing", FutureWarning)
+
 
 @dataclass(frozen=True)
 class LoraSpec:

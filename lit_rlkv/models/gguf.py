@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
 
 from lit_rlkv.files import atomic_dir, fingerprint
+from lit_rlkv.models.loading import check_complete
+from lit_rlkv.models.model_files import MAX_SAID, check_layers, check_sizes
 
 log = logging.getLogger(__name__)
 END_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Fields of a file with the tokens that end a response, a turn and a message."""
-FORMAT = 1
+FORMAT = 2
 """Version of the conversion; a new one ignores older folders."""
 
 
@@ -23,46 +30,70 @@ def converted_gguf(file: Path, root: Path) -> Path:
     Weights are dequantized to float32, which is exact. The folder's name is a fingerprint of the file.
 
     Raises:
-        ValueError: the file cannot be read, its architecture is unknown, or the package gguf is missing.
+        ValueError: the file cannot be read, its weights are not exactly those of its model, its architecture
+            is unknown, or the package gguf is missing.
     """
     folder = root / f"{file.stem}-{fingerprint(file.parent, escape(file.name))[:12]}-{FORMAT}"
     if not folder.is_dir():
         log.info("converting %s into %s, once", file, folder)
-        ends = _end_tokens(file)
+        reader = _read(file)
         with atomic_dir(folder, replaces=False) as partial:
-            _convert(file, partial, ends)
+            _convert(file, reader, partial)
     return folder
 
 
-def _end_tokens(file: Path) -> list[int]:
-    """Return the end tokens that a file lists."""
+def _read(file: Path) -> Any:
+    """Return the gguf package's reader of a file, none of whose fields or tensors is beyond its end."""
     try:
         from gguf import GGUFReader  # of an optional extra
     except ImportError as error:
         raise ValueError(f'{file} needs the package gguf; pip install -e ".[gguf]"') from error
+
+    class Reader(GGUFReader):
+        """Refuses to read beyond the end of the file, where numpy returns nothing and a list has no end."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
+            found = super()._get(offset, dtype, count, *args, **kwargs)
+            if len(found) < count:
+                raise ValueError("it ends too early")
+            return found
+
     try:
-        reader = GGUFReader(file)
-    except (ValueError, IndexError, OSError) as error:
+        return Reader(file)
+    except Exception as error:  # of any type
         raise ValueError(f"{file} must be a whole GGUF file: {error}; download it again") from error
-    fields = [reader.get_field(name) for name in END_FIELDS]
-    return list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
 
 
-def _convert(file: Path, folder: Path, ends: list[int]) -> None:
+def _convert(file: Path, reader: Any, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in reader.tensors}
     try:
+        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+        check_layers(file, fields)
+        config = AutoConfig.from_pretrained(**source)
+        check_sizes(file, config, [*shapes.values()])
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **_dequantizing())
-    except (
-        ValueError,
-        NotImplementedError,
-        KeyError,
-        OSError,
-    ) as error:  # what it raises for a file that it cannot read
-        reason = " ".join(str(error).split())
+        loaded, found = cast(Any, AutoModelForCausalLM).from_pretrained(
+            **source,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with their names
+            **_dequantizing(),
+        )
+        processor: Any = TENSOR_PROCESSORS.get(fields["general.architecture"], TensorProcessor)
+        places = get_gguf_hf_weights_map(loaded, processor(config={}))
+        # transformers passes over tensors that it has no place for, as factors of RoPE.
+        found["unexpected_keys"] = {
+            name for name in shapes if not {name, name.removesuffix(".weight")} & places.keys()
+        }
+        check_complete(file, found)
+        ends = list(dict.fromkeys(int(fields[name]) for name in END_FIELDS if name in fields))
+    except Exception as error:  # transformers and tokenizers raise any type for a file that they cannot read
+        reason = " ".join(str(error).split())[:MAX_SAID]
         raise ValueError(
-            f"{file} cannot be converted by transformers: {reason}; give a checkpoint folder of safetensors, "
-            "or a file of another architecture"
+            f"{file} cannot be converted by transformers ({type(error).__name__}: {reason}); give a "
+            "checkpoint folder of safetensors, or another file"
         ) from error
     model = _plain_copy(loaded)
     model.generation_config = GenerationConfig(

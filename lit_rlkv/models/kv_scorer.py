@@ -9,13 +9,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache.policies import Learned, Policy
 from lit_rlkv.kvcache.scorer import KVShape
 from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.models.backbone import hidden_states, token_positions
+from lit_rlkv.models.model_files import find_file
 from lit_rlkv.models.replay import dense_evicted_at
 
 KV_SCORER = "kv_scorer"
@@ -83,11 +83,7 @@ def save_kv_scorer(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 def find_kv_scorer(model: str | Path) -> Path | None:
     """Return the file of a scorer in a folder, or beside the model of a hub name; None without one."""
-    if Path(model).is_dir():
-        file = Path(model) / KV_SCORER_FILE
-        return file if file.is_file() else None
-    found = cached_file(str(model), KV_SCORER_FILE, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    return find_file(model, KV_SCORER_FILE)
 
 
 def read_kv_scorer(model: str | Path) -> dict[str, Tensor] | None:

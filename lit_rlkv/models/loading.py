@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lit_rlkv.models.model_files import MAX_SAID, check_sizes, find_file, find_weights, stored_shapes
 from lit_rlkv.out_of_memory import is_out_of_memory
 
-PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DROPOUT_NAMES = ("dropout", "pdrop", "jitter", "layerdrop")
 """Substrings of config fields for random noise during training."""
 QUANTIZATIONS = ("4bit",)
@@ -36,11 +36,16 @@ def load_causal_lm(
         ValueError: the weights are not safetensors, or not exactly those of the model; there are adapters
             beside them; the model needs remote code; or the quantization is unknown or not available.
     """
-    if Path(path).is_dir():
-        _check_folder(Path(path))
     options = {} if quantization is None else _quantized(quantization, dtype, device)
     with friendly_errors(path):
+        if find_file(path, "adapter_config.json") is not None:
+            raise ValueError(
+                f"{path} has an adapter (adapter_config.json), which would be lost; merge it first (of peft: "
+                "merge_and_unload) and save the model without it, or move the adapter away"
+            )
+        shapes = stored_shapes(find_weights(path))
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_sizes(path, config, shapes)
         # Every family supports eager; a checkpoint may name an implementation that is not installed.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -53,13 +58,8 @@ def load_causal_lm(
             ignore_mismatched_sizes=True,  # they are refused below, with their names
             **options,
         )
-    model: PreTrainedModel = loaded[0]
-    if hasattr(model, "peft_config"):  # of a name on the hub
-        raise ValueError(
-            f"{path} is an adapter; merge it first (of peft: merge_and_unload), and save the model"
-        )
-    _check_complete(path, loaded[1])
-    return model
+    check_complete(path, loaded[1])
+    return cast(PreTrainedModel, loaded[0])
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -77,7 +77,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _check_complete(path: str | Path, found: Mapping[str, Any]) -> None:
+def check_complete(path: str | Path, found: Mapping[str, Any]) -> None:
     """Refuse weights that transformers has made up or left out, by its own report."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     other_size = sorted(name for name, *_ in found["mismatched_keys"])
@@ -91,26 +91,6 @@ def _check_complete(path: str | Path, found: Mapping[str, Any]) -> None:
             raise ValueError(f"{path} {what} {', '.join(names[:MAX_NAMED])}{more}; {remedy}")
 
 
-def _check_folder(folder: Path) -> None:
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} has an adapter (adapter_config.json), which would be lost; merge it first (of peft: "
-            "merge_and_unload) and save the model without it, or move the adapter away"
-        )
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in folder.glob(pattern))
-    if not pickles:
-        raise ValueError(
-            f"{folder} holds no weights (no *.safetensors); give a folder written by save_pretrained"
-        )
-    raise ValueError(
-        f"{folder} must hold weights as *.safetensors, got {pickles[0]}; pickles may run code and are not "
-        "loaded. If you trust it, convert it once: AutoModelForCausalLM.from_pretrained("
-        f"{str(folder)!r}, use_safetensors=False).save_pretrained('NEW'), and save the tokenizer there too"
-    )
-
-
 @contextmanager
 def friendly_errors(path: str | Path) -> Iterator[None]:
     """Raise the errors of loading a model or tokenizer as short messages.
@@ -120,9 +100,9 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as error:
-        text = str(error)
-        if "trust_remote_code" in text or "custom code" in text:
+    except Exception as error:  # transformers, tokenizers and safetensors raise any type for a damaged file
+        said = " ".join(str(error).split())
+        if "trust_remote_code" in said or "custom code" in said:
             config = Path(path) / "config.json"
             name = json.loads(config.read_text()).get("model_type") if config.is_file() else None
             kind = f"model_type {name}" if name else "auto_map in its config"
@@ -130,19 +110,14 @@ def friendly_errors(path: str | Path) -> Iterator[None]:
                 f"{path} needs remote code ({kind}), which is never run; use a model that transformers "
                 "includes"
             ) from error
-        if "safetensors" in text and "model" in text and isinstance(error, OSError):
-            raise ValueError(
-                f"{path} must have weights as safetensors; pickles are not loaded; use another revision, or "
-                "if you trust it convert it once (AutoModelForCausalLM.from_pretrained(NAME, "
-                f"use_safetensors=False).save_pretrained('NEW')): {' '.join(text.split())}"
-            ) from error
-        raise
-    except Exception as error:  # transformers, tokenizers and safetensors raise any type for a damaged file
-        if isinstance(error, ImportError) or is_out_of_memory(error):
+        is_said = isinstance(error, ValueError | OSError | ImportError) and not isinstance(
+            error, json.JSONDecodeError | UnicodeDecodeError
+        )
+        if is_said or is_out_of_memory(error):
             raise
         raise ValueError(
-            f"{path} has a file that is damaged or not whole ({type(error).__name__}: {error}); restore it, "
-            "or fetch the model again"
+            f"{path} has a file that is damaged or not whole ({type(error).__name__}: {said[:MAX_SAID]}); "
+            "restore it, or fetch the model again"
         ) from error
 
 

@@ -16,11 +16,15 @@ from lit_rlkv.models.backbone import (
     check_length,
     head_is_frozen,
     head_logits,
+    layer_kinds,
     learner_states,
+    n_embeddings,
+    n_kv_heads,
+    optional_setting,
     text_config,
 )
 from lit_rlkv.models.rounded_view import RoundedView
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import NEVER, Rollout, SamplingMasks
 
 _Result = TypeVar("_Result")
 
@@ -138,6 +142,48 @@ def scatter_to_response(rollout: Rollout, values: Float[Tensor, " token"]) -> Fl
     return zeros.masked_scatter(rollout.response_mask, values)
 
 
+def check_rollout(model: PreTrainedModel, rollout: Rollout) -> None:
+    """Check what is certain of a rollout that another engine may have recorded. The host waits once.
+
+    Raises:
+        ValueError: a shape or type is not that of the tokens or the model, a token or response cannot be one,
+            or a key is evicted before its own query.
+    """
+    shape, record, is_token = rollout.input_ids.shape, rollout.evicted_at, rollout.attention_mask
+    for name, part in vars(rollout).items():
+        part = part.counts if isinstance(part, SamplingMasks) else part
+        if isinstance(part, Tensor) and (*part.shape[:1], *part.shape[1:][-1:]) != shape:
+            raise ValueError(
+                f"{name} must have the rows and columns of input_ids {tuple(shape)} as its first and last "
+                f"dimensions, got {tuple(part.shape)}"
+            )
+    layers = optional_setting(text_config(model), "per_layer_config") or [text_config(model)]
+    heads = [optional_setting(layer, "num_key_value_heads") or 1 for layer in layers]
+    n_layers = sum(kind.attends for kind in layer_kinds(model))
+    n_heads = max(n_kv_heads(model), *heads)
+    is_whole = record.ndim == 4 and not (record.is_floating_point() or record.dtype == torch.bool)
+    if not is_whole or record.shape[1] not in (0, 1, n_layers) or not record.shape[2] <= n_heads:
+        raise ValueError(
+            f"evicted_at must be whole numbers [batch, layer, kv_head, seq] for {n_layers} layers and "
+            f"{n_heads} KV heads, or 1 for all, got {record.dtype} {tuple(record.shape)}"
+        )
+    column, tokens = torch.arange(shape[1], device=is_token.device), rollout.input_ids
+    first = record.flatten(1, 2).amin(dim=1) if record.numel() > 0 else torch.full_like(tokens, NEVER)
+    n_tokens = n_embeddings(model)
+    wrong = {
+        f"input_ids must be 0 to {n_tokens - 1}, the tokens of the model": (tokens < 0)
+        | (tokens >= n_tokens),
+        "response_mask must be True within attention_mask alone, and after column 0": rollout.response_mask
+        & (~is_token | (column == 0)),
+        f"evicted_at must be at least 0, and {NEVER} (lit_rlkv.types.NEVER) for never": first < 0,
+        "evicted_at must be above the key's own column, as the first that no longer sees it, on all tokens; "
+        "0 is for padding": is_token & (first <= column),
+    }
+    found = torch.stack([each.any() for each in wrong.values()]).tolist()
+    if any(found):
+        raise ValueError([*wrong][found.index(True)])
+
+
 def replay_logps(
     model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True, temperature: float | None = None
 ) -> Float[Tensor, "batch seq"]:
@@ -155,8 +201,9 @@ def replay_logps(
     Raises:
         ValueError: `temperature` is 0 or no temperature, or the rollout is greedy and none is given, or it is
             too long for the model or records the experts of another architecture, or dropout or the noise of
-            NEFTune is active.
+            NEFTune is active, or `check_rollout` finds a fault.
     """
+    check_rollout(model, rollout)
     if temperature is None:
         if rollout.temperature == 0:
             raise ValueError(

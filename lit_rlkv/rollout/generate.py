@@ -120,7 +120,7 @@ def generate(
     if not pad_list:
         raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
     # A token beyond the vocabulary is never sampled, and ends no response.
-    Range(least=0).check("eos_token_id", min(eos_list, default=0), int)
+    Range(least=0).check("eos_token_id", min(eos_list, default=0), int, hint="None never ends a response")
     _check_token(model, "pad_token_id", pad_list[0])
     decoder = Decoder(
         model,

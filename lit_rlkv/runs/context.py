@@ -5,11 +5,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 from lightning.fabric import Fabric
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from lit_rlkv.config import Config, ConfigError, as_config_errors, expanded, find_gguf, require
+from lit_rlkv.config import (
+    Config,
+    ConfigError,
+    as_config_errors,
+    check_source,
+    expanded,
+    find_gguf,
+    is_local,
+    require,
+)
+from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import show
 from lit_rlkv.data.chat import format_prompt, last_end
 from lit_rlkv.data.chat_template import RESULT
@@ -38,6 +50,8 @@ from lit_rlkv.tasks import Task, UserTask
 from lit_rlkv.tasks.rows import N_REPORTED
 
 log = logging.getLogger(__name__)
+HUB_TIMEOUT_S = 10.0
+"""Longest wait for the hub to say that a model exists."""
 CONVERTED_MODELS = "converted_models"
 """Folder in `runs_dir` of GGUF files converted to safetensors, which runs share."""
 WEIGHT_DTYPES = {
@@ -79,17 +93,30 @@ class RunContext:
         return accuracy_of(self.task, self.rewards, None if name in OWN else name)
 
 
-def pretrained_path(path: str | None, runs_dir: str) -> str | None:
-    """Return what transformers loads for a `model.path`: for a GGUF file, the folder it is converted to.
+def pretrained_path(path: str | None, runs_dir: str, key: str = "model.path") -> str | None:
+    """Return what transformers loads for a model path: for a GGUF file, the folder it is converted to.
 
     Raises:
-        ConfigError: the file cannot be converted.
+        ConfigError: the file cannot be converted, or there is no such folder, and the hub cannot be reached.
     """
-    file = None if path is None else find_gguf(path)
-    if file is None:
-        return expanded(path)
-    with as_config_errors("model"):
-        return str(converted_gguf(file, Path(runs_dir) / CONVERTED_MODELS))
+    if path is None:
+        return None
+    check_source(path, key)
+    file = find_gguf(path, key)
+    with as_config_errors(key):
+        if file is not None:
+            return str(converted_gguf(file, Path(runs_dir) / CONVERTED_MODELS))
+        if not is_local(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            try:  # transformers asks again and again for a minute
+                HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
+            except HfHubHTTPError:  # an answer, which transformers explains
+                pass
+            except (OSError, HTTPError) as error:
+                raise ConfigError(
+                    f"{key}={path} is no folder here, and the hub cannot be asked for it: {one_line(error)}; "
+                    "correct the path, or fetch the model first"
+                ) from error
+    return expanded(path)
 
 
 def build_context(

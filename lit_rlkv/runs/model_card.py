@@ -23,6 +23,7 @@ from lit_rlkv.runs.open_run import SavedRun
 from lit_rlkv.runs.training_run import Results
 
 ADAPTER, VALUE_ADAPTER, HEADS = "adapter", "value_adapter", "heads.safetensors"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CARD = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="utf-8")
 TEMPLATE = Template(CARD, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
 COLUMNS = {
@@ -71,7 +72,7 @@ def model_card(run: SavedRun, exported: Exported) -> str:
         results=Results.load(run.run_dir),
         base_model=None if cfg.model.path is None or is_local(cfg.model.path) else cfg.model.path,
         # What a stranger can load: a name on the hub, and not the SFT model in this run's folder.
-        adapter_base=None if Path(run.start).exists() else run.start,
+        adapter_base=None if is_local(str(run.start)) else run.start,
         about=describe(config),
         origins=[*(("trained", start) for start in starts[-1:]), ("exported", now)],
         fence="`" * max(3, longest + 1),  # longer than any in the config

@@ -393,7 +393,7 @@ def _check_trained_weights(cfg: Config) -> None:
     fabric = cfg.fabric
     trainers = {"sft": "stages=[rl,eval]"} if "sft" in cfg.stages else {}
     if LAYOUTS[cfg.roles.layout].trains_backbones:
-        trainers[f"roles.layout={cfg.roles.layout}"] = "roles=hydra or so"
+        trainers[f"roles=full (roles.layout={cfg.roles.layout})"] = "roles=hydra or so"
     for who, instead in trainers.items():
         require(
             fabric.precision != "bf16-true",

@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
-from lit_rlkv.config import Config, ConfigError
+from lit_rlkv.config import Config, ConfigError, as_config_errors
 from lit_rlkv.config.options import show
 from lit_rlkv.files import fingerprint, stamps
+from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.run_files import BACKBONE
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import pretrained_path
@@ -94,16 +94,10 @@ def backbone_id(start: str | Path) -> str:
     """Return the fingerprint of the weights in a folder, or in the local cache of a hub name.
 
     Raises:
-        ConfigError: the folder has no safetensors.
+        ConfigError: there are none that may be read.
     """
-    folder = Path(start)
-    if not folder.is_dir():
-        config = cached_file(str(start), "config.json")
-        assert config is not None  # it was loaded before
-        folder = Path(config).parent
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{start} must hold safetensors, found none; write them by save_pretrained")
-    return fingerprint(folder, *LOADED)
+    with as_config_errors("model"):
+        return fingerprint(find_weights(start)[0].parent, *LOADED)
 
 
 def check_backbone(checkpoint: Checkpoint | None, start: str | Path, fingerprint_now: str) -> None:

@@ -26,7 +26,8 @@ def load_teacher(context: RunContext) -> None:
     if not isinstance(distillation, ModelDistillation) or "rl" not in cfg.stages:
         return
     path = broadcast_from_rank_zero(
-        context.fabric, lambda: str(pretrained_path(distillation.model, cfg.runs_dir))
+        context.fabric,
+        lambda: str(pretrained_path(distillation.model, cfg.runs_dir, "distillation.model")),
     )
     with as_config_errors("distillation.model"):
         _check_same_tokenizer(context.tokenizer, load_tokenizer(path), path)

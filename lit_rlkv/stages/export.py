@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.config import ConfigError
+from lit_rlkv.config import ConfigError, is_local
 from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.kv_scorer import save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
+from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import stream
 from lit_rlkv.runs.model_card import ADAPTER, HEADS, VALUE_ADAPTER, Exported
@@ -110,7 +111,8 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model by transformers alone."""
+    """Load a model by transformers alone, from files that have been checked."""
+    find_weights(path)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, trust_remote_code=False, use_safetensors=True
     )
@@ -118,10 +120,10 @@ def plain_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_adapter(backbone: PreTrainedModel, adapter: str, base: str | Path, folder: Path) -> None:
-    """Save an adapter of a backbone in peft's format, for the base model `base`."""
+    """Save an adapter of a backbone in peft's format; it names its base model if that is on the hub."""
     config = copy.deepcopy(cast("dict[str, Any]", backbone.peft_config)[adapter])
     config.task_type = TaskType.CAUSAL_LM
-    config.base_model_name_or_path = str(Path(base).resolve() if Path(base).exists() else base)
+    config.base_model_name_or_path = None if is_local(str(base)) else str(base)
     config.inference_mode = True
     weights = get_peft_model_state_dict(backbone, adapter_name=adapter, save_embedding_layers=False)
     folder.mkdir()

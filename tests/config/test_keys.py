@@ -49,6 +49,8 @@ def test_every_key_and_option_that_the_table_of_foreign_names_has_exists():
         ("per_device_train_batch_size", "rollout.n_prompts"),
         ("trainer.max_epochs", "algorithm.n_iterations"),
         ("buget", "cache.budget"),
+        ("distillation.path", "distillation.model"),
+        ("distillation.teacher.path", "distillation.model"),
         ("+cahce.budget", "cache.budget"),
         ("rolout", "rollout"),
         ("diagnostics.gradent", "diagnostics.gradient"),

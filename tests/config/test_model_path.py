@@ -1,8 +1,11 @@
 """A model path that means a GGUF file, and what is refused before torch is loaded."""
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 
 from lit_rlkv.config import ConfigError, find_gguf
+from lit_rlkv.runs.context import pretrained_path
 from tests.config.asking import refusal
 
 
@@ -43,6 +46,29 @@ def test_of_several_files_one_must_be_chosen(tmp_path):
 def test_other_files_are_refused_by_the_command_line(tmp_path, name, content, says):
     path = tmp_path / "nowhere.gguf" if name is None else write(tmp_path / name, content)
     assert says in refusal("recipe=llm", f"model.path={path}")
+
+
+@pytest.mark.parametrize("path", ["./nope", "../nope", "models/nope", "a/b/c", "/nope", "nope.gguf"])
+def test_a_path_that_is_no_model_is_told_with_its_key(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for key in ("model.path", "distillation.model"):
+        with pytest.raises(ConfigError, match=rf"^{key}={path} is not a checkpoint folder"):
+            pretrained_path(path, "runs", key)
+    assert f"model.path={path} is not a checkpoint folder" in refusal("recipe=llm", f"model.path={path}")
+
+
+def test_a_name_of_the_hub_is_asked_for_once(monkeypatch):
+    asked = []
+
+    def model_info(self, name, timeout):
+        asked.append(name)
+        raise HTTPError("no route to the hub")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    with pytest.raises(ConfigError, match=r"^distillation\.model=me/nope is no folder here, and the"):
+        pretrained_path("me/nope", "runs", "distillation.model")
+    assert asked == ["me/nope"]
 
 
 def test_the_recipe_of_smollm2_says_how_to_get_its_model(tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ from tests.tiers import every_nth
 MISTAKES = [
     (["fabric.precision=bf16-true"], "fabric.precision=bf16-true"),
     (["fabric.precision=bf16-true", "stages=[rl]", "roles=ppo"], "roles.layout=ppo"),
+    (["fabric.precision=bf16-true", "stages=[rl]", "roles=full"], "that roles=full ("),
+    (["roles.layout=full"], "roles=full trains all weights"),
     (["correction=tis", "correction.bypass_mode=true", "distillation=none"], "correction.bypass_mode=true"),
     (["correction=sequence_mis", "correction.bypass_mode=true"], "correction.bypass_mode=true"),
     (["correction.bypass_mode=abc"], "correction.bypass_mode"),

@@ -7,7 +7,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,7 +279,7 @@ def test_the_tokenizers_response_template_finds_the_calls_that_its_chat_template
         ({"tools": [lambda text: text]}, "docstring"),
         ({"tools": [add, add]}, "add twice"),
         ({"tools": [functools.lru_cache(add)]}, "the tool add must be a function"),
-        ({"tools": [functools.partial(add, 1)]}, "must be a function"),
+        ({"tools": [partial(add, 1)]}, "must be a function"),
         ({"tools": [listed]}, "the tool listed must be a function or method that returns a value"),
         ({"tools": [listed_later]}, "listed_later must be"),
         ({"tools": ["os.system"]}, "trusted"),

@@ -216,6 +216,7 @@ def test_criteria_of_the_caller_count(model, prompts):
         as_option = model.generate(**prompts, eos_token_id=eos, **options)
         assert torch.equal(as_option, as_criterion)
     assert (as_criterion[0, n_prompt + 3 :] == 0).all()
+    assert torch.equal(model.generate(**prompts, eos_token_id=-1, **options), whole)  # never ends
 
 
 def empty_cache(model, n_rows=3):

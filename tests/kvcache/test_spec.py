@@ -36,11 +36,22 @@ def test_every_policy_has_a_spec_that_makes_it(name: str):
     assert isinstance(spec.make_policy(), POLICIES[name])
 
 
-def test_an_unknown_policy_is_refused_with_the_ones_to_choose_from():
-    with pytest.raises(
-        ValueError, match=r"unknown cache policy 'snapvk'; choose one of dense, streaming, .*snapkv"
-    ):
-        CacheSpec(policy="snapvk")
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("snapvk", "snapkv"),
+        ("snap_kv", "snapkv"),
+        ("pyramid", "cache.budget_profile=pyramid"),
+        ("PyramidKV", "cache.budget_profile=pyramid"),
+        ("pyramyd", "cache.budget_profile=pyramid"),
+    ],
+)
+def test_an_unknown_policy_is_refused_with_the_one_meant_and_those_to_choose_from(name: str, meant: str):
+    says = rf"unknown cache policy '{name}' \(did you mean {meant}\?\); choose one of dense, .*snapkv"
+    with pytest.raises(ValueError, match=says):
+        CacheSpec(policy=name)
+    with pytest.raises(ValueError, match="unknown cache policy 'zzz'; choose one of dense"):
+        CacheSpec(policy="zzz")
 
 
 @pytest.mark.usefixtures("_as_users_run_it")

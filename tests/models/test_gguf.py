@@ -1,7 +1,9 @@
 """GGUF files become plain checkpoints with the same weights, tokenizer, template and end tokens."""
 
 import json
+import struct
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -89,3 +91,61 @@ def test_a_file_without_a_template_refuses_chats_only(tmp_path):
     write_gguf(tmp_path / "small.gguf", template=None)
     tokenizer = load_tokenizer(str(converted_gguf(tmp_path / "small.gguf", tmp_path)))
     assert tokenizer.decode(encode_prompt(tokenizer, "1+2")) == "1+2"
+
+
+def renamed(old, new):
+    return lambda writer: writer.tensors[0].update({new: writer.tensors[0].pop(old)})
+
+
+def field(name, value):
+    def change(writer):
+        writer.kv_data[0].pop(name) if value is None else setattr(writer.kv_data[0][name], "value", value)
+
+    return change
+
+
+Q_PROJ, ZEROS = "blk.0.attn_q.weight", np.zeros(288, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (renamed(Q_PROJ, "blk.9.attn_q.weight"), r"lacks model\.layers\.0\.self_attn\.q_proj\.weight"),
+        (renamed("output_norm.weight", "norm.weight"), r"lacks model\.norm\.weight"),
+        (lambda writer: writer.tensors[0].pop(Q_PROJ), "lacks model"),
+        (lambda writer: writer.add_tensor("extra.weight", ZEROS), r"no place in its model for extra\.weight"),
+        (
+            lambda writer: writer.add_tensor("blk.0.attn_q.bias", ZEROS),
+            r"no place in its model for blk\.0\.at",
+        ),
+        (
+            lambda writer: writer.add_tensor("blk.2.attn_norm.weight", ZEROS),
+            r"no place in its model for blk\.2",
+        ),
+        (field("llama.block_count", None), "has a config of a model with"),
+        (field("llama.block_count", 1), r"no place in its model for blk\.1"),
+        (field("llama.block_count", 2**31), "at most 1,000 layers, got llama.block_count=2147483648"),
+        (field("llama.attention.head_count", 0), "cannot be converted"),
+        (field("llama.attention.head_count", None), "has other sizes than its config"),
+        (field("llama.embedding_length", 2**30), "cannot be converted"),
+        (field("llama.vocab_size", 2**31), "has a config of a model with"),
+        (field("tokenizer.ggml.eos_token_id", 2**31), "cannot be converted"),
+        (field("tokenizer.ggml.merges", ["zzz qqq"]), "Token `zzz` out of vocabulary"),
+    ],
+)
+def test_a_file_that_is_not_whole_or_absurd_is_refused_in_one_line(tmp_path, change, says):
+    write_gguf(tmp_path / "small.gguf", change=change)
+    with pytest.raises(ValueError, match=says) as error:
+        converted_gguf(tmp_path / "small.gguf", tmp_path)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.gguf"]
+
+
+def test_a_list_longer_than_the_file_ends_at_once(tmp_path):
+    file = tmp_path / "small.gguf"
+    write_gguf(file)
+    data, key = file.read_bytes(), b"tokenizer.ggml.token_type"
+    place = data.index(key) + len(key) + 8  # after the types of the value and of its items
+    file.write_bytes(data[:place] + struct.pack("<Q", 2**40) + data[place + 8 : place + 4096])
+    with pytest.raises(ValueError, match="must be a whole GGUF file"):
+        converted_gguf(file, tmp_path)

@@ -1,5 +1,9 @@
 """Checkpoints that must not be loaded, and why; those that must, whatever they ask for."""
 
+import json
+import os
+import re
+import shutil
 import sys
 
 import pytest
@@ -8,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, OPTConfig
 
+from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.loading import friendly_errors, load_causal_lm, without_dropout
 from tests.models_zoo import build
@@ -17,6 +22,10 @@ from tests.saved_models import change_json, save_checkpoint
 @pytest.fixture
 def checkpoint(tmp_path):
     return save_checkpoint(tmp_path / "model")
+
+
+def load_both(folder):
+    return load_tokenizer(str(folder)), load_causal_lm(folder, torch.float32)
 
 
 def test_weights_come_in_the_precision_asked_for(checkpoint):
@@ -102,13 +111,107 @@ def test_an_adapter_beside_or_instead_of_the_weights_is_not_lost(checkpoint, tmp
         ("model.safetensors", b""),
         ("model.safetensors", b"{}\n" * 100),
         ("config.json", b'{"model_type": "llama", "hidden_size": "x"}'),
+        ("config.json", b'{"model_type": "lla'),
+        ("config.json", b"[1]"),
+        ("tokenizer.json", b'{"version": "1'),
+        ("tokenizer_config.json", b"\xff\xfe"),
+        ("generation_config.json", b'{"eos'),
     ],
 )
 def test_a_damaged_file_is_told_in_one_line_with_its_folder(checkpoint, name, content):
     (checkpoint / name).write_bytes(content)
-    with pytest.raises(ValueError, match="has a file that is damaged or not whole") as refusal:
-        load_causal_lm(checkpoint, torch.float32)
+    with pytest.raises(ValueError, match=r"damaged.*restore it, or fetch the model again") as refusal:
+        load_both(checkpoint)
     assert str(checkpoint) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def shard(folder, name, write):
+    """Split the weights in two, the second half in a file that `write` makes and the index calls `name`."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    first, second = dict(sorted(weights.items())[:9]), dict(sorted(weights.items())[9:])
+    save_file(first, folder / "first.safetensors", metadata={"format": "pt"})
+    save_file({"a": torch.zeros(1)}, folder / "beside.safetensors")
+    write(second)
+    names = dict.fromkeys(first, "first.safetensors") | dict.fromkeys(second, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def test_an_index_names_regular_safetensors_of_the_folder_alone(checkpoint, tmp_path):
+    outside, second = tmp_path / "outside.safetensors", checkpoint / "second.safetensors"
+
+    def saved(file):
+        return lambda weights: save_file(weights, file, metadata={"format": "pt"})
+
+    def linked(weights):
+        saved(outside)(weights)
+        second.symlink_to(outside)
+
+    cases = [
+        ("../outside.safetensors", saved(outside), "got '../outside"),
+        (str(outside), saved(outside), "got '/"),
+        ("m.bin", lambda weights: torch.save(weights, checkpoint / "m.bin"), "got 'm.bin'; pickles"),
+        (second.name, lambda weights: torch.save(weights, second), "damaged or not whole"),
+        (second.name, lambda _: os.mkfifo(second), "as a regular file"),
+        (second.name, lambda _: second.mkdir(), "as a regular file"),
+        (second.name, linked, "as a link of the hub's cache"),
+        (3, lambda _: None, "got 3; pickles"),
+    ]
+    whole = tmp_path / "whole"
+    checkpoint.rename(whole)
+    for name, write, says in cases:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        shutil.copytree(whole, checkpoint)
+        shard(checkpoint, name, write)
+        with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+            load_causal_lm(checkpoint, torch.float32)
+        assert "\n" not in str(refusal.value)
+    # the twin: shards of the folder itself, and those of the hub's cache, which are links
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "main", tmp_path / "hub" / "blobs"
+    shutil.copytree(whole, snapshot)
+    shard(snapshot, second.name, saved(snapshot / second.name))
+    load_causal_lm(snapshot, torch.float32)
+    blobs.mkdir()
+    (snapshot / second.name).rename(blobs / "3f")
+    (snapshot / second.name).symlink_to("../../blobs/3f")
+    load_causal_lm(snapshot, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["../w.safetensors", "/w.safetensors", "adapter_model.bin", 7])
+def test_a_config_names_weights_of_its_own_folder(checkpoint, name):
+    change_json(checkpoint / "config.json", transformers_weights=name)
+    with pytest.raises(ValueError, match=r"must name files \*\.safetensors.* of its own folder.*got"):
+        load_causal_lm(checkpoint, torch.float32)
+
+
+def test_a_tokenizer_names_files_of_its_own_folder(checkpoint):
+    change_json(checkpoint / "tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.json"])
+    with pytest.raises(ValueError, match=r"must name files \*\.json of its own folder"):
+        load_tokenizer(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", 10**12),
+        ("vocab_size", 10**30),
+        ("hidden_size", 10**9),
+        ("intermediate_size", 10**14),
+        ("head_dim", 10**10),
+        ("num_hidden_layers", 5_000),
+        ("num_hidden_layers", 30_000),
+        ("num_hidden_layers", 10**12),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_absurd_sizes_are_told_before_memory_is_asked_for(tmp_path, family, name, value):
+    folder = save_checkpoint(tmp_path / "model", family)
+    change_json(folder / "config.json", **{name: value})
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as refusal:
+        load_both(folder)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 600
 
 
 def test_a_model_that_memory_does_not_hold_is_not_taken_for_a_damaged_one(checkpoint):

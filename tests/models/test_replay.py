@@ -264,3 +264,69 @@ def test_the_noise_of_neftune_is_refused_where_it_is_active():
     with pytest.raises(ValueError, match=NOISE):
         replay_logps(model, sampled())
     replay_logps(model.eval(), sampled())
+
+
+N_COLUMNS = sampled().input_ids.shape[1]
+FAULTS = {
+    "negative": (lambda r: r.evicted_at.where(r.evicted_at != NEVER, -1), "2147483647 .* for never"),
+    "zeros": (lambda r: torch.zeros_like(r.evicted_at), "above the key's own column"),
+    "own column": (
+        lambda r: torch.arange(N_COLUMNS).int().expand_as(r.evicted_at) * r.attention_mask[:, None, None],
+        "above the key's own column",
+    ),
+    "a layer too few": (lambda r: r.evicted_at[:, :-1], "for 3 layers and 2 KV heads, or 1 for all, got"),
+    "query heads": (lambda r: r.evicted_at.repeat(1, 1, 2, 1), "for 3 layers and 2 KV heads"),
+    "a column short": (lambda r: r.evicted_at[..., :-1], "evicted_at must have the rows and columns of"),
+    "a row short": (lambda r: r.evicted_at[:-1], "evicted_at must have the rows and columns of"),
+    "no layers": (lambda r: r.evicted_at[:, 0, 0], "must be whole numbers"),
+    "floats": (lambda r: r.evicted_at.double(), "must be whole numbers"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_record_that_cannot_be_one_is_refused_in_one_line(name: str):
+    change, says = FAULTS[name]
+    rollout = sampled()
+    object.__setattr__(rollout, "evicted_at", change(rollout))
+    with pytest.raises(ValueError, match=says) as refusal:
+        replay_logps(tiny_model(), rollout)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        (
+            "input_ids",
+            lambda one: one.index_fill(1, torch.tensor(3), VOCAB),
+            "0 to 63, the tokens of the model",
+        ),
+        ("attention_mask", lambda one: one[:, 1:], "attention_mask must have the rows and columns"),
+        ("response_mask", torch.ones_like, "within attention_mask alone, and after column 0"),
+        ("rollout_logps", lambda one: one[:-1], "rollout_logps must have the rows and columns"),
+    ],
+)
+def test_tokens_and_masks_that_do_not_fit_are_refused(name, change, says):
+    rollout = sampled()
+    object.__setattr__(rollout, name, change(getattr(rollout, name)))
+    with pytest.raises(ValueError, match=says):
+        replay_logps(tiny_model(), rollout)
+
+
+def test_masks_of_0_and_1_are_taken_as_transformers_has_them():
+    rollout = sampled()
+    masks = {name: getattr(rollout, name).long() for name in ("attention_mask", "response_mask")}
+    foreign = Rollout(**{**vars(rollout), **masks})
+    assert torch.equal(replay_logps(tiny_model(), foreign), replay_logps(tiny_model(), rollout))
+    with pytest.raises(ValueError, match="attention_mask must be True or 1 on tokens"):
+        Rollout(**{**vars(rollout), "attention_mask": 2 * masks["attention_mask"]})
+
+
+def test_one_table_for_all_layers_and_heads_and_any_time_of_never_is_a_record():
+    rollout = sampled(CacheSpec(policy="streaming", budget=8, interval=3, sink=1, window=3))
+    expected = replay_logps(tiny_model(), rollout)
+    one = rollout.evicted_at[:, :1, :1].long()
+    foreign = Rollout(
+        **{**vars(rollout), "evicted_at": one.where(one != NEVER, torch.iinfo(torch.int64).max)}
+    )
+    torch.testing.assert_close(replay_logps(tiny_model(), foreign), expected)

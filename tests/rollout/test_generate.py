@@ -122,6 +122,8 @@ def test_any_of_several_end_of_sequence_tokens_ends_a_row():
     for wrong in (2.0, True, "2", torch.tensor([2.5])):
         with pytest.raises(ValueError, match="eos_token_id must be"):
             run(eos_token_id=wrong)
+    with pytest.raises(ValueError, match="got -1; None never ends a response"):
+        run(eos_token_id=-1)
 
 
 def test_columns_that_no_row_needs_are_cut():

@@ -58,7 +58,7 @@ def test_a_damaged_reward_head_is_named(tmp_path):
 
 def test_a_folder_without_weights_of_its_own_is_refused(tmp_path):
     write(tmp_path / OTHERS[0], "others")
-    with pytest.raises(ConfigError, match="must hold safetensors, found none"):
+    with pytest.raises(ConfigError, match="holds no weights"):
         backbone_id(tmp_path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from huggingface_hub import HfApi, ModelInfo, RepoUrl
-from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
@@ -29,7 +29,7 @@ class FolderHub(HfApi):
         inspect.signature(getattr(HfApi, method)).bind(self, *args, **kwargs)  # the real one would take it
         self.asked.append(method)
         if method == self.failing:
-            raise httpx.ConnectError("no route to the hub")
+            raise HTTPError("no route to the hub")
 
     def whoami(self, *args, **kwargs):
         self._called("whoami", *args, **kwargs)
@@ -53,6 +53,10 @@ class FolderHub(HfApi):
     def upload_folder(self, **kwargs):
         self._called("upload_folder", **kwargs)
         self.message = kwargs["commit_message"]
+        repository = self.folder / kwargs["repo_id"]
+        for name in files_of(repository):
+            if any(fnmatch(name, each) for each in kwargs["delete_patterns"]):
+                (repository / name).unlink()
         for path in Path(kwargs["folder_path"]).rglob("*"):
             name = path.relative_to(kwargs["folder_path"])
             if path.is_file() and not any(fnmatch(str(name), each) for each in kwargs["ignore_patterns"]):
@@ -87,6 +91,22 @@ def test_the_hub_gets_what_the_folder_holds_but_its_manifest(saved, tmp_path, pr
     assert (uploaded / "README.md").read_text() == (folder / "README.md").read_text()
     assert "adapter/adapter_model.safetensors" in files_of(uploaded)
     assert (api.private, api.message) == (private, "Iteration 1 of a-run")
+
+
+def test_what_an_earlier_export_wrote_is_removed_and_all_else_stays(saved, tmp_path):
+    api, uploaded = FolderHub(tmp_path / "hub"), tmp_path / "hub" / "me" / "model"
+    theirs = {"notes.md", ".gitattributes", "adapter/mine.txt", "onnx/model.onnx", "model-card.safetensors"}
+    earlier = {
+        "heads.safetensors", "kv_scorer.safetensors", "value_adapter/adapter_config.json",
+        "value_adapter/adapter_model.safetensors", "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json", "chat_template.jinja",
+    }  # fmt: skip
+    for name in theirs | earlier | {"model.safetensors"}:
+        (uploaded / name).parent.mkdir(parents=True, exist_ok=True)
+        (uploaded / name).write_text("old")
+    folder, _ = export(asking(saved, tmp_path / "model", push_to="me/model"), api)
+    assert files_of(uploaded) == files_of(folder) - {"export.json"} | theirs
+    assert api.asked == ["whoami", "create_repo", "upload_folder"]  # all in one commit
 
 
 @pytest.mark.parametrize(

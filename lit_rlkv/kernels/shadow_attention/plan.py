@@ -47,7 +47,10 @@ def layer_table(
             have more; None: as many as in the table.
     """
     one = table[:, layer if table.shape[1] > 1 else 0]
-    return one if n_kv_heads is None or one.shape[1] <= n_kv_heads else one[:, :: one.shape[1] // n_kv_heads]
+    n_heads = one.shape[1]
+    if n_kv_heads is not None and n_heads > 1 and n_heads % n_kv_heads:
+        raise ValueError(f"evicted_at must be of the layer's {n_kv_heads} KV heads or one, got {n_heads}")
+    return one if n_kv_heads is None or n_heads == 1 else one[:, :: n_heads // n_kv_heads]
 
 
 def plan_slots(evicted_at: Int[Tensor, "batch layer kv_head seq"], block: int = BLOCK) -> SlotPlan | None:
