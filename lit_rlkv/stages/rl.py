@@ -49,8 +49,6 @@ def train_policy(
             context.task,
             split="train",
             seed=derive_seed(cfg.seed, "prompts", "rl"),
-            rank=ranks.rank,
-            world_size=ranks.size,
             curriculum=algorithm.curriculum,
         ),
         cfg.parts.cache,
