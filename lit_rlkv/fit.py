@@ -143,7 +143,7 @@ def fit(
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
     from lit_rlkv.runs.pass_size import load_pass_limit
     from lit_rlkv.runs.policy import make_policy
-    from lit_rlkv.runs.preflight import check_shares
+    from lit_rlkv.runs.preflight import check_shares, try_optimizers
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
     from lit_rlkv.runs.teacher import load_teacher
     from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
@@ -159,6 +159,7 @@ def fit(
     context = build_context(cfg, fabric, load_pass_limit(run_dir))
     start = broadcast_from_rank_zero(context.fabric, lambda: find_starting_model(cfg, run_dir))
     check_shares(cfg, context.fabric.world_size)
+    try_optimizers(cfg, context.fabric.device)
     check_reward_functions(context)
     load_teacher(context)
     world_size, device = context.fabric.world_size, context.fabric.device
