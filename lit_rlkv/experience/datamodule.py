@@ -141,6 +141,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
         self.callbacks = callbacks
+        self.sources: dict[str, str] = {}
+        """Fingerprints of files that a resumed run must find again, kept in its checkpoints."""
 
     @property
     def n_local_shards(self) -> int:
@@ -421,6 +423,7 @@ class RolloutDataModule(L.LightningDataModule):
             "kl": self.kl.state_dict(),
             "reward": self.reward.state_dict(),
             "budget": self.budget.state_dict(),
+            "sources": self.sources,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
