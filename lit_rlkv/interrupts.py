@@ -47,10 +47,6 @@ def ask_for_requeue(line: str) -> None:
         signal.signal(number, lambda number, frame: end_at_once(line, REQUEUE))
 
 
-def _end_well(number: int, frame: FrameType | None) -> NoReturn:
-    end_at_once(FINISHED, 0)
-
-
 def exit_soon(code: int) -> NoReturn:
     """Exit, and let Python skip the search for reference cycles, which takes seconds with torch loaded."""
     gc.freeze()
@@ -142,7 +138,8 @@ class Interruption:
                 yield self
         finally:
             for number, handler in before.items():
-                signal.signal(number, _end_well if self.is_finished else handler)
+                ends_well = self.is_finished  # the process only has to exit
+                signal.signal(number, (lambda *_: end_at_once(FINISHED, 0)) if ends_well else handler)
 
     @contextmanager
     def _with_waiting(self, waiting: frozenset[int]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from omegaconf import OmegaConf, open_dict, read_write
 
 from lit_rlkv.config import composed
-from lit_rlkv.interrupts import SIGNALS, InterruptedRunError, Interruption, _end_well
+from lit_rlkv.interrupts import SIGNALS, InterruptedRunError, Interruption
 from lit_rlkv.runs.resume import INTERRUPTED, end_of_run, has_lost_checkpoints, mark_interrupted
 
 FABRIC = Fabric(accelerator="cpu")
@@ -107,6 +107,7 @@ def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
 @pytest.mark.usefixtures("own_ctrl_c")
 def test_a_signal_after_the_report_says_that_the_run_is_finished(tmp_path, number, code):
     (tmp_path / "config.yaml").touch()
+    before = {each: signal.getsignal(each) for each in SIGNALS}
     interruption = Interruption()
     interruption.is_finished = True
     with (
@@ -119,8 +120,8 @@ def test_a_signal_after_the_report_says_that_the_run_is_finished(tmp_path, numbe
     assert (message.partition(": ")[2], found) == ("the run is finished", code)
     assert not (tmp_path / INTERRUPTED).exists()
     for each in SIGNALS:  # until the process has ended
-        assert signal.getsignal(each) is _end_well
-        signal.signal(each, signal.SIG_DFL)
+        assert signal.getsignal(each) is not before[each]
+        signal.signal(each, before[each])
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,14 @@ def test_a_signal_ends_all_ranks_during_an_evaluation_and_the_run_resumes(sft_ru
     ],
 )
 @pytest.mark.parametrize(
-    ("array", "name", "job"),
-    [({}, "mine", "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"}, "mine/4", "7_4")],
+    ("array", "name", "job", "seed"),
+    [
+        ({}, "mine", "7", "%a"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"}, "mine/4", "7_4", "4"),
+    ],
 )
 def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
-    tmp_path, code, leaves_note, ends_with, is_requeued, array, name, job
+    tmp_path, code, leaves_note, ends_with, is_requeued, array, name, job, seed
 ):
     note, of_another = tmp_path / "runs" / name / INTERRUPTED, tmp_path / "runs" / "mine" / "3" / INTERRUPTED
     for file in (note, of_another):
@@ -141,13 +144,13 @@ def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
         (tmp_path / program).write_text(f'#!/bin/bash\necho "{program} $*" >> said\n{then}\n')
         (tmp_path / program).chmod(0o755)
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "fit.sbatch"), "mine", "seed=1"], cwd=tmp_path, check=False,
+        ["bash", str(ROOT / "scripts" / "fit.sbatch"), "mine", "seed=%a"], cwd=tmp_path, check=False,
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         | {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"} | array,
     )  # fmt: skip
     assert done.returncode == ends_with
     said = (tmp_path / "said").read_text().splitlines()
-    assert said[0].endswith(f"-m lit_rlkv.fit hydra.run.dir=runs/{name} resume=auto seed=1")
+    assert said[0].endswith(f"-m lit_rlkv.fit hydra.run.dir=runs/{name} resume=auto seed={seed}")
     assert (said[1:] == [f"scontrol requeue {job}"]) == is_requeued
     assert of_another.exists()
 

@@ -145,11 +145,6 @@ class RolloutDataModule(L.LightningDataModule):
         """Fingerprints of files that a resumed run must find again, kept in its checkpoints."""
 
     @property
-    def n_local_shards(self) -> int:
-        """Shards of this rank."""
-        return self.n_shards // self.ranks.size
-
-    @property
     def cache(self) -> CacheSpec:
         """The cache of the next rollout."""
         return self.budget.cache
@@ -191,8 +186,8 @@ class RolloutDataModule(L.LightningDataModule):
     def _resample(self, experience: Experience) -> Experience:
         """Replace groups whose rewards are all equal by groups of new prompts."""
         more = self._collect()
-        pad_token_id = self.tokenizer.pad_token_id
-        found = replace_equal_groups(experience, more, pad_token_id, self.n_local_shards)
+        n_shards = self.n_shards // self.ranks.size
+        found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id, n_shards)
         rollout = found.rollout
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
@@ -292,7 +287,7 @@ class RolloutDataModule(L.LightningDataModule):
         all ranks have the order of one process.
         """
         n, n_shards = self.settings.n_prompts, self.n_shards
-        numbers = range(n_shards)[self.ranks.local_rows(self.n_local_shards)]
+        numbers = range(n_shards)[self.ranks.local_rows(n_shards // self.ranks.size)]
         places = [place for number in numbers for place in range(number, n, n_shards)]
         problems = iter(self.source.take_places(n, places))
         return {number: list(islice(problems, n // n_shards)) for number in numbers}

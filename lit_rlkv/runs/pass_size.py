@@ -132,34 +132,27 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
 
 
 def check_rollout_memory(context: RunContext, backbone: PreTrainedModel) -> None:
-    """Check that the memory there is suffices for the cache and the records of a rollout, if for nothing else.
+    """Check that the memory there is suffices for the cache and the records of a rollout alone.
 
-    Prompts count as the shortest, and a dense cache with the slots that it has at first.
+    Prompts count as the shortest, and a dense cache, which grows, as it is at first.
 
     Raises:
         MemoryExhaustedError: it does not.
     """
-    cfg, rollout = context.cfg, context.cfg.rollout
+    cfg, group_size = context.cfg, context.cfg.algorithm.group_size
     cache = CacheSpec.dense() if cfg.parts.correction.samples_dense else cfg.parts.cache.for_rollouts
-    shape = (rollout.n_prompts // (rollout.n_shards or context.fabric.world_size), min(context.sizes.prompts))
+    most = FIRST_TOKENS if cache.is_dense else cfg.rollout.max_new_tokens
+    settings = replace(cfg.rollout, max_new_tokens=min(most, cfg.rollout.max_new_tokens))
+    n_prompts = cfg.rollout.n_prompts // (cfg.rollout.n_shards or context.fabric.world_size)
     with context.fabric.autocast():
-        needs, first = (
-            rollout_needs(
-                backbone, cache, shape, replace(rollout, max_new_tokens=n), cfg.algorithm.group_size
-            )
-            for n in (rollout.max_new_tokens, min(rollout.max_new_tokens, FIRST_TOKENS))
-        )
-    needs[CACHE] = first[CACHE] if cache.is_dense else needs[CACHE]
-    sizes = {what: n for what, n in needs.items() if what in (CACHE, *RECORDS)}
+        needs = rollout_needs(backbone, cache, (n_prompts, min(context.sizes.prompts)), settings, group_size)
+    sizes = {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
     there = available_memory(context.fabric.device)
     if "rl" in cfg.stages and sum(sizes.values()) > there:
+        parts = [f"{human_bytes(n)} for the {what} (change {SETTINGS[what]})" for what, n in sizes.items()]
         raise MemoryExhaustedError(
-            f"a rollout of {cfg.algorithm.group_size} responses of up to {rollout.max_new_tokens} tokens to each "
-            f"of {shape[0]} prompts takes at least "
-            + ", ".join(
-                f"{human_bytes(n)} for its {what} (change {SETTINGS[what]})" for what, n in sizes.items()
-            )
-            + f", and there are {human_bytes(there)} of memory"
+            f"a rollout of {group_size} responses to each of {n_prompts} prompts needs at least "
+            f"{', '.join(parts)}, more than the {human_bytes(there)} of memory here"
         )
 
 
