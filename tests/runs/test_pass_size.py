@@ -214,7 +214,7 @@ def test_a_rollout_whose_cache_and_records_exceed_the_memory_is_refused(
     check_rollout_memory(context, backbone)
     monkeypatch.setattr(pass_size, "available_memory", lambda device: needed - 1)
     with pytest.raises(
-        MemoryExhaustedError, match=r"KiB for the KV cache \(change cache\.dtype.*of memory h"
+        MemoryExhaustedError, match=r"iB for the KV cache \(change cache\.dtype.*of memory h"
     ) as e:
         check_rollout_memory(context, backbone)
     assert "\n" not in str(e.value)
