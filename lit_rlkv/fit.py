@@ -1,6 +1,5 @@
 """python -m lit_rlkv.fit: compose the config, build the run, go through its stages, write the report."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
     from lit_rlkv.runs.preflight import CheckedConfig
     from lit_rlkv.runs.training_run import Results
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def _fit_and_show(asked: FitArguments) -> None:
     from lit_rlkv.reporting.tables import summary_table
     from lit_rlkv.run_files import REPORT
     from lit_rlkv.runs.preflight import build_and_check
-    from lit_rlkv.runs.resume import discard_if_empty, end_of_run, open_session
+    from lit_rlkv.runs.resume import discard_if_empty, end_of_run, log_to_file, open_session
 
     configure_log(asked.hydra_cfg.job_logging, asked.hydra_cfg.verbose)
     console, interruption = stderr_console(), Interruption()
@@ -99,7 +96,7 @@ def _fit_and_show(asked: FitArguments) -> None:
                     choices=asked.choices,
                 )
     except MemoryExhaustedError as error:
-        log.error("the allocation that failed:", exc_info=error)
+        log_to_file("the allocation that failed:", error)
         raise
     except OSError as error:
         if not is_disk_full(error):
@@ -144,10 +141,10 @@ def fit(
     from lit_rlkv.run_files import CONFIG
     from lit_rlkv.runs.context import build_context, check_reward_functions
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
-    from lit_rlkv.runs.pass_size import load_pass_limit
+    from lit_rlkv.runs.pass_size import check_rollout_memory, load_pass_limit
     from lit_rlkv.runs.policy import make_policy
-    from lit_rlkv.runs.preflight import check_shares
-    from lit_rlkv.runs.starting_model import backbone_id, check_backbone, find_starting_model
+    from lit_rlkv.runs.preflight import check_shares, try_optimizers
+    from lit_rlkv.runs.starting_model import backbone_id, check_backbone, check_sources, find_starting_model
     from lit_rlkv.runs.teacher import load_teacher
     from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
@@ -162,6 +159,7 @@ def fit(
     context = build_context(cfg, fabric, load_pass_limit(run_dir))
     start = broadcast_from_rank_zero(context.fabric, lambda: find_starting_model(cfg, run_dir))
     check_shares(cfg, context.fabric.world_size)
+    try_optimizers(cfg, context.fabric.device)
     check_reward_functions(context)
     load_teacher(context)
     world_size, device = context.fabric.world_size, context.fabric.device
@@ -170,12 +168,14 @@ def fit(
     run = TrainingRun(context, run_dir, console, interruption or Interruption())
     if choices is not None and context.fabric.is_global_zero:
         choices.save(run_dir)
+    check_sources(run.resume_from, cfg)
     with run.open():
         # 2. stages: sft, evaluation, rl, evaluation
         start = make_starting_model(run, start)
         module = make_policy(context, start)
         backbone = broadcast_from_rank_zero(context.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
+        check_rollout_memory(context, module.roles.backbone("policy"))
         say(console, trained_parameters(module), stage="roles")
         try_diagnostics(cfg.parts.diagnostics, module)
         run.interruption.raise_if_requested(context.fabric)

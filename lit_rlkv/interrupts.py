@@ -18,6 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1) if hasattr(signal, "SIGUSR1") else (s
 """Signals that schedulers send before they kill a job."""
 REQUEUE = 75
 """Exit code of a run that such a signal ended, to be started again (EX_TEMPFAIL in sysexits.h)."""
+FINISHED = "the run is finished"
 SHOW_CURSOR = "\x1b[?25h"
 """Undoes what a progress bar does to a terminal."""
 
@@ -107,6 +108,8 @@ class InterruptedRunError(BaseException):
         super().__init__(message)
         self.is_ctrl_c = number == signal.SIGINT
         """True if a person ended the run, False if a scheduler did, which starts it again."""
+        self.is_finished = False
+        """True if nothing was left to do but to close the loggers."""
 
 
 INTERRUPTS = (KeyboardInterrupt, InterruptedRunError)
@@ -127,6 +130,8 @@ class Interruption:
         """Signals that end nothing before somebody asks for them."""
         self._agreed: int | None = None
         self._is_ending = False
+        self.is_finished = False
+        """True once the run has written its report: a signal then ends the process well."""
 
     @contextmanager
     def handle_signals(self) -> Iterator["Interruption"]:
@@ -137,7 +142,8 @@ class Interruption:
                 yield self
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                ends_well = self.is_finished  # the process only has to exit
+                signal.signal(number, (lambda *_: end_at_once(FINISHED, 0)) if ends_well else handler)
 
     @contextmanager
     def _with_waiting(self, waiting: frozenset[int]) -> Iterator[None]:
@@ -188,7 +194,10 @@ class Interruption:
         if self._agreed is not None:
             name = signal.Signals(self._agreed).name
             is_ctrl_c = self._agreed == signal.SIGINT
-            raise InterruptedRunError("interrupted" if is_ctrl_c else f"asked to end by {name}", self._agreed)
+            said = "interrupted" if is_ctrl_c else f"asked to end by {name}"
+            error = InterruptedRunError(said, self._agreed)
+            error.is_finished = self.is_finished
+            raise error
 
     def raise_if_requested(self, fabric: "Fabric") -> None:
         """End the run if any rank received a signal; every rank must call it inside `deferred`.

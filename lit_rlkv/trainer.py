@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import HalfPrecision
 from torch import Tensor, nn
 
-from lit_rlkv.diagnostics import as_floats
+from lit_rlkv.diagnostics.step_metrics import GRAD_NORM, MetricSums, checked_metrics
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import (
     average_whole_gradients,
@@ -111,7 +110,9 @@ def train(
             metrics = learner.metrics()
             metrics["time/data"] = loaded_at - started_at
             metrics["time/update"] = time.perf_counter() - loaded_at
-            call(callbacks, "on_iteration_end", iteration + 1, n_iterations, metrics)
+            for callback in callbacks:
+                call([callback], "on_iteration_end", iteration + 1, n_iterations, metrics)
+                metrics.update({name: float(one) for name, one in checked_metrics(callback, metrics).items()})
             is_last = interruption.is_requested(fabric) or iteration + 1 == n_iterations
             save(TrainState(iteration + 1, metrics, datamodule.state_dict(), learner.state_dict, is_last))
             # A signal that arrived since then is handled when all ranks ask again.
@@ -127,14 +128,6 @@ def report_exception(callbacks: Sequence[Callback], module: L.LightningModule) -
     except BaseException as error:
         call(callbacks, "on_exception", None, module, error)
         raise
-
-
-MAXIMA = ("kv/replay_gap",)
-"""Metrics whose maximum is logged; all others are summed over micro-batches and averaged over steps."""
-
-
-GRAD_NORM = "grad_norm"
-"""Metric of the norm of all gradients, and last part of the names of others, all before clipping."""
 
 
 class _Unconverted:
@@ -297,41 +290,3 @@ def _unpack(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
     if isinstance(configured, dict):
         return configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     return configured, None
-
-
-class MetricSums:
-    """Metrics of one iteration, summed on the device so that no micro-batch synchronises with the host."""
-
-    def __init__(self) -> None:
-        self.step: dict[str, Tensor] = {}
-        self.done: dict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, outputs: dict[str, Tensor]) -> None:
-        """Add the outputs of one micro-batch."""
-        for name, value in outputs.items():
-            value = value.detach()
-            before = self.step.get(name, torch.zeros_like(value))
-            self.step[name] = torch.maximum(before, value) if name in MAXIMA else before + value
-
-    def end_step(self, grad_norm: Tensor, is_finite: bool) -> None:
-        """Complete an optimizer step; the metrics of a skipped step are dropped."""
-        self.done["skipped_steps"].append(torch.tensor(float(not is_finite)))
-        if is_finite:
-            for name, value in {**self.step, GRAD_NORM: grad_norm}.items():
-                self.done[name].append(value)
-        self.step = {}
-
-    def means(self, fabric: Fabric) -> dict[str, float]:
-        """Return each metric's mean over the steps that reported it, and the number of skipped steps."""
-        n_skipped = float(sum(self.done.pop("skipped_steps", [])))
-        found = {name: torch.stack(values).float().mean() for name, values in self.done.items()}
-        if fabric.world_size > 1:
-            # Each rank holds part of a sum; gradient norms are global already.
-            norms = [name for name in found if name.rpartition("/")[2] == GRAD_NORM]
-            kinds = {"max": MAXIMA, "sum": found.keys() - {*MAXIMA, *norms}}
-            for kind, names in kinds.items():
-                chosen = sorted(found.keys() & set(names))
-                if chosen:
-                    values = torch.stack([found[name] for name in chosen])
-                    found |= dict(zip(chosen, fabric.all_reduce(values, reduce_op=kind), strict=True))
-        return {**as_floats(found), "skipped_steps": n_skipped}

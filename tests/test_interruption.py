@@ -7,10 +7,11 @@ import signal
 import pytest
 import torch
 from lightning.fabric import Fabric
+from omegaconf import OmegaConf, open_dict, read_write
 
 from lit_rlkv.config import composed
-from lit_rlkv.interrupts import InterruptedRunError, Interruption
-from lit_rlkv.runs.resume import INTERRUPTED, end_of_run, mark_interrupted
+from lit_rlkv.interrupts import SIGNALS, InterruptedRunError, Interruption
+from lit_rlkv.runs.resume import INTERRUPTED, end_of_run, has_lost_checkpoints, mark_interrupted
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -100,6 +101,53 @@ def test_the_command_that_resumes_a_run_trusts_its_modules_again(tmp_path):
     assert "seed" not in message
     given = ["+trusted_modules=[mine]", "logger=tensorboard", "++logger.save_dir=elsewhere"]
     assert shlex.split(end_of_run(error, tmp_path, given)[0])[-3:] == given
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.usefixtures("own_ctrl_c")
+def test_a_signal_after_the_report_says_that_the_run_is_finished(tmp_path, number, code):
+    (tmp_path / "config.yaml").touch()
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+    interruption = Interruption()
+    interruption.is_finished = True
+    with (
+        pytest.raises(InterruptedRunError) as caught,
+        interruption.handle_signals(),
+        mark_interrupted(tmp_path, is_rank_zero=True),
+    ):
+        send(number)
+    message, found = end_of_run(caught.value, tmp_path)
+    assert (message.partition(": ")[2], found) == ("the run is finished", code)
+    assert not (tmp_path / INTERRUPTED).exists()
+    for each in SIGNALS:  # until the process has ended
+        assert signal.getsignal(each) is not before[each]
+        signal.signal(each, before[each])
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "every", "left", "can_resume"),
+    [
+        (1, 1, [], True),  # ended between the row of an iteration and its checkpoint
+        (2, 1, [], False),
+        (2, 3, [], True),
+        (3, 3, [], True),
+        (3, 3, ["report.html"], False),
+        (4, 3, [], False),
+        (4, 3, ["checkpoints/iteration-000003/state.json"], True),
+    ],
+)
+def test_a_resume_is_named_where_it_works(tmp_path, n_rows, every, left, can_resume):
+    cfg = composed("config", [f"callbacks.checkpoint_every={every}"])
+    with read_write(cfg), open_dict(cfg):
+        del cfg["hydra"]
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    (tmp_path / "metrics.csv").write_text("iteration\n" + "".join(f"{n + 1}\n" for n in range(n_rows)))
+    for name in left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert has_lost_checkpoints(tmp_path, cfg) is not can_resume
+    said = end_of_run(InterruptedRunError("why", signal.SIGINT), tmp_path)[0]
+    assert ("resume with" in said, "nothing can be resumed" in said) == (can_resume, not can_resume)
 
 
 @pytest.mark.usefixtures("own_ctrl_c")

@@ -122,28 +122,37 @@ def test_a_signal_ends_all_ranks_during_an_evaluation_and_the_run_resumes(sft_ru
         (143, False, 75, True),  # SIGTERM before Python could answer it
     ],
 )
+@pytest.mark.parametrize(
+    ("array", "name", "job", "seed"),
+    [
+        ({}, "mine", "7", "%a"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4"}, "mine/4", "7_4", "4"),
+    ],
+)
 def test_a_slurm_job_is_requeued_if_its_run_was_interrupted(
-    tmp_path, code, leaves_note, ends_with, is_requeued
+    tmp_path, code, leaves_note, ends_with, is_requeued, array, name, job, seed
 ):
-    note = tmp_path / "runs" / "mine" / INTERRUPTED
-    note.parent.mkdir(parents=True)
-    note.touch()  # of the time before: a job that cannot start would else be requeued for ever
+    note, of_another = tmp_path / "runs" / name / INTERRUPTED, tmp_path / "runs" / "mine" / "3" / INTERRUPTED
+    for file in (note, of_another):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()  # of the time before: a job that cannot start would else be requeued for ever
     activate = tmp_path / ".venv" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
     activate.write_text("")
     ends = f"touch {note}; exit {code}" if leaves_note else f"exit {code}"
-    for name, then in {"srun": ends, "scontrol": "exit 0"}.items():
-        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> said\n{then}\n')
-        (tmp_path / name).chmod(0o755)
+    for program, then in {"srun": ends, "scontrol": "exit 0"}.items():
+        (tmp_path / program).write_text(f'#!/bin/bash\necho "{program} $*" >> said\n{then}\n')
+        (tmp_path / program).chmod(0o755)
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "fit.sbatch"), "mine", "seed=1"], cwd=tmp_path, check=False,
+        ["bash", str(ROOT / "scripts" / "fit.sbatch"), "mine", "seed=%a"], cwd=tmp_path, check=False,
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        | {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"},
+        | {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"} | array,
     )  # fmt: skip
     assert done.returncode == ends_with
     said = (tmp_path / "said").read_text().splitlines()
-    assert said[0].endswith("-m lit_rlkv.fit hydra.run.dir=runs/mine resume=auto seed=1")
-    assert (said[1:] == ["scontrol requeue 7"]) == is_requeued
+    assert said[0].endswith(f"-m lit_rlkv.fit hydra.run.dir=runs/{name} resume=auto seed={seed}")
+    assert (said[1:] == [f"scontrol requeue {job}"]) == is_requeued
+    assert of_another.exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["seed=5"]])

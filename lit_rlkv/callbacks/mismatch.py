@@ -71,7 +71,9 @@ class DenseMismatch(RowsDiagnostic):
         """Return the log-probs of the response tokens for the policy that sampled, with every key visible."""
         rollout, old_logps = experience.rollout, experience.old_logps
         is_scored = old_logps is not rollout.rollout_logps  # False with correction.bypass_mode
-        if has_equal_views(rollout) or (is_scored and not self.policy.replays):
+        # A rank without evictions scores with the others, as the rows of one process do, and in their dtype.
+        is_changed = experience.ranks.all_reduce_max(int(not has_equal_views(rollout)))
+        if not is_changed or (is_scored and not self.policy.replays):
             return old_logps
         found = score_rollout(
             self.policy.roles,

@@ -203,6 +203,11 @@ def _check_losses(cfg: Config) -> None:
         f"algorithm.resample={cfg.algorithm.resample} compares rewards within groups, round by round; use "
         "reward.normalize=none",
     )
+    require(
+        cfg.algorithm.resample == 0 or cfg.algorithm.group_size > 1,
+        f"algorithm.resample={cfg.algorithm.resample} replaces groups of equal rewards, which a group of "
+        "algorithm.group_size=1 always is; use resample=0, or larger groups",
+    )
     longest, buffer = cfg.rollout.max_new_tokens, cfg.reward.overlong_buffer
     require(
         buffer is None or buffer <= longest,

@@ -223,7 +223,8 @@ class AlgorithmConfig:
     n_iterations: int = option(130, "iterations: a rollout and the updates on it", least=1)
     resample: int = option(
         0,
-        "most further rounds of prompts in an iteration, whose groups replace those of equal rewards",
+        "most further rounds of prompts in an iteration, whose groups replace those of equal rewards in the "
+        "same shard",
         least=0,
     )
     curriculum: CurriculumConfig = group(CurriculumConfig)

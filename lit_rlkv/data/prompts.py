@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -82,12 +83,17 @@ class PromptSource:
 
     def take(self, n: int) -> list[Problem]:
         """Return this rank's next `n` problems; all ranks must take equally many."""
-        start, n_all = self._cursor, n * self.world_size
-        self._cursor += n_all
+        n_all = n * self.world_size
+        return self.take_places(n_all, range(self.rank, n_all, self.world_size))
+
+    def take_places(self, n: int, places: Iterable[int]) -> list[Problem]:
+        """Take the next `n` problems of all ranks together, and return those at some places among them."""
+        start = self._cursor
+        self._cursor += n
         if self.curriculum is not None:
-            drawn = self.curriculum.draw(n_all, stream(self.seed, "curriculum", self.split, start))
-            return [self._at(place) for place in drawn[self.rank :: self.world_size]]
-        return [self.problem(index) for index in range(start + self.rank, self._cursor, self.world_size)]
+            drawn = self.curriculum.draw(n, stream(self.seed, "curriculum", self.split, start))
+            return [self._at(drawn[place]) for place in places]
+        return [self.problem(start + place) for place in places]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor in the global stream, the digest of the rows, and rates; equal on all ranks."""

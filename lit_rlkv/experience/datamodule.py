@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -140,6 +141,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
         self.callbacks = callbacks
+        self.sources: dict[str, str] = {}
+        """Fingerprints of files that a resumed run must find again, kept in its checkpoints."""
 
     @property
     def cache(self) -> CacheSpec:
@@ -183,7 +186,8 @@ class RolloutDataModule(L.LightningDataModule):
     def _resample(self, experience: Experience) -> Experience:
         """Replace groups whose rewards are all equal by groups of new prompts."""
         more = self._collect()
-        found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id)
+        n_shards = self.n_shards // self.ranks.size
+        found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id, n_shards)
         rollout = found.rollout
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
@@ -277,12 +281,16 @@ class RolloutDataModule(L.LightningDataModule):
         return min(self.tokens_per_pass, n_rows * n_columns)
 
     def _next_prompts(self) -> dict[int, list[Problem]]:
-        """Return this rank's next problems by shard; every rank gets equally many."""
-        n_ranks = self.ranks.size
-        problems = self.source.take(self.settings.n_prompts // n_ranks)
-        # The ranks take turns in one stream of problems, and so do the shards.
-        numbers = range(self.ranks.rank, self.n_shards, n_ranks)
-        return {number: problems[place :: len(numbers)] for place, number in enumerate(numbers)}
+        """Return this rank's next problems by shard; every shard gets equally many.
+
+        The shards take turns in one stream of problems. Those of a rank are consecutive, so that the rows of
+        all ranks have the order of one process.
+        """
+        n, n_shards = self.settings.n_prompts, self.n_shards
+        numbers = range(n_shards)[self.ranks.local_rows(n_shards // self.ranks.size)]
+        places = [place for number in numbers for place in range(number, n, n_shards)]
+        problems = iter(self.source.take_places(n, places))
+        return {number: list(islice(problems, n // n_shards)) for number in numbers}
 
     def _update_curriculum(self, problems: Sequence[Problem], rewards: Rewards) -> dict[str, float]:
         """Move the success rates of the problems of all ranks, and return metrics of them."""
@@ -410,6 +418,7 @@ class RolloutDataModule(L.LightningDataModule):
             "kl": self.kl.state_dict(),
             "reward": self.reward.state_dict(),
             "budget": self.budget.state_dict(),
+            "sources": self.sources,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

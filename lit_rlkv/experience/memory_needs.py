@@ -22,8 +22,11 @@ SAMPLING_BYTES = 12
 SORTING_BYTES = 26
 """Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
 KEPT_ID_BYTES = 4
+CACHE = "KV cache"
+RECORDS = ("record of evictions", "record of codes", "record of experts")
+"""Needs that are allocated in full before the first token."""
 SETTINGS = {
-    "KV cache": "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
+    CACHE: "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
     "correction; rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
     "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
@@ -65,7 +68,7 @@ def rollout_needs(
     own_slots = cache.n_slots(n_columns, n_prompt_columns)
     n_slots += sum(window if window < n_columns else own_slots for window in windows)
     needs = {
-        "KV cache": 2 * n_slots * n_rows * n_heads * rounded_bytes(dim, cache.dtype, compute_dtype(model)),
+        CACHE: 2 * n_slots * n_rows * n_heads * rounded_bytes(dim, cache.dtype, compute_dtype(model)),
         "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }

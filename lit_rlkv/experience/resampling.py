@@ -21,11 +21,16 @@ def has_equal_groups(experience: Experience) -> bool:
     return bool(experience.ranks.all_reduce_sum(n_equal) > 0)
 
 
-def replace_equal_groups(first: Experience, more: Experience, pad_token_id: int) -> Experience:
+def replace_equal_groups(
+    first: Experience, more: Experience, pad_token_id: int, n_shards: int = 1
+) -> Experience:
     """Return `first` with groups of `more` in place of those with equal rewards, as far as these suffice.
 
-    Responses begin in the same column again, and all ranks have equally many columns. Weights stay
-    those of `first`.
+    Each shard takes groups of its own alone, so that the result is the same on any number of ranks. Responses
+    begin in the same column again, and all ranks have equally many columns. Weights stay those of `first`.
+
+    Args:
+        n_shards: equal parts of the groups of this rank.
     """
     starts = [int(each.rollout.response_mask.any(dim=0).int().argmax()) for each in (first, more)]
     ends = [
@@ -36,7 +41,7 @@ def replace_equal_groups(first: Experience, more: Experience, pad_token_id: int)
         _aligned(each, max(starts) - start, n_columns, pad_token_id)
         for each, start in zip((first, more), starts, strict=True)
     ]
-    groups = _chosen_groups(_is_informative(first), _is_informative(more))
+    groups = _chosen_groups(*(_is_informative(each).view(n_shards, -1) for each in (first, more)))
     member = torch.arange(first.group_size, device=groups.device)
     rows = (groups[:, None] * first.group_size + member).flatten()
     values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(Experience)}
@@ -44,18 +49,20 @@ def replace_equal_groups(first: Experience, more: Experience, pad_token_id: int)
 
 
 def _is_informative(experience: Experience) -> Bool[Tensor, " prompt"]:
-    return is_informative(experience.rewards.total.view(-1, experience.group_size))
+    scores = experience.rewards.total if experience.verdicts is None else experience.verdicts
+    return is_informative(scores.view(-1, experience.group_size))
 
 
 def _chosen_groups(
-    is_kept: Bool[Tensor, " prompt"], is_useful: Bool[Tensor, " more"]
-) -> Int[Tensor, " prompt"]:
+    is_kept: Bool[Tensor, "shard prompt"], is_useful: Bool[Tensor, "shard more"]
+) -> Int[Tensor, " group"]:
     """Return the groups of the new batch, those of the second part numbered after the first."""
-    groups = torch.arange(len(is_kept), device=is_kept.device)
-    places, donors = ((~is_kept).nonzero().flatten(), is_useful.nonzero().flatten())
-    n = min(len(places), len(donors))
-    groups[places[:n]] = donors[:n] + len(is_kept)
-    return groups
+    groups = torch.arange(is_kept.numel(), device=is_kept.device).view_as(is_kept)
+    given = torch.arange(is_useful.numel(), device=is_kept.device).view_as(is_useful) + is_kept.numel()
+    for own, places, more, donors in zip(groups, ~is_kept, given, is_useful, strict=True):
+        n = min(int(places.sum()), int(donors.sum()))
+        own[places.nonzero().flatten()[:n]] = more[donors][:n]
+    return groups.flatten()
 
 
 def _aligned(experience: Experience, n_left: int, n_columns: int, pad_token_id: int) -> Experience:

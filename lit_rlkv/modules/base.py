@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.checks import Range, check_temperature
+from lit_rlkv.diagnostics.step_metrics import AXIS, checked_metrics
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, is_sharded, text_config
 from lit_rlkv.models.eviction_logps import KeyRecord
 from lit_rlkv.models.hydra import Roles, acting_as
@@ -179,6 +180,10 @@ class PolicyModule(L.LightningModule, ABC):
             losses = {name: self.policy_weight * loss for name, loss in objective.items()}
             for term in (PolicyModule._reference_kl, PolicyModule._entropy_bonus, *self.loss_terms):
                 more_losses, more_metrics = term(self, batch, outputs)
+                if term in self.loss_terms:
+                    callback = getattr(term, "__self__", term)
+                    more_losses = checked_metrics(callback, more_losses, losses)
+                    more_metrics = checked_metrics(callback, more_metrics, (AXIS, "loss"))
                 losses, metrics = losses | more_losses, metrics | more_metrics
             if self.evictions is not None and record is not None:
                 more_losses, more_metrics = self.evictions.terms(backbone, batch, record)

@@ -74,7 +74,7 @@ class PendingRewards:
             if failures:
                 errors[name] = failures[0]
             scores[name] = torch.tensor(
-                [float("nan") if isinstance(answer, str) else answer for answer in answers]
+                [float("nan") if isinstance(answer, str) else float(answer) for answer in answers]
             )
         if warns:
             for name in [name for name in errors if name not in self._warned]:

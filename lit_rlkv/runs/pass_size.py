@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import AUTO
 from lit_rlkv.distributed.ranks import ranks_of
-from lit_rlkv.experience.memory_needs import compute_dtype, rollout_needs
+from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, compute_dtype, rollout_needs
 from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
@@ -23,8 +24,11 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.rollout.decoder import FIRST_TOKENS
 from lit_rlkv.run_files import PASS_SIZE
 from lit_rlkv.runs.context import RunContext
+from lit_rlkv.units import human_bytes
 
 log = logging.getLogger(__name__)
 FOR_PASSES, FOR_CACHE = 0.5, 0.3
@@ -125,6 +129,43 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
         n_shares = n_ranks if isinstance(parameter, DTensor) else 1
         total -= n_bytes * (4 if parameter.requires_grad else 1) // n_shares
     return max(total, 0)
+
+
+def check_rollout_memory(context: RunContext, backbone: PreTrainedModel) -> None:
+    """Check that the memory there is suffices for the cache and the records of a rollout alone.
+
+    Prompts count as the shortest, and a dense cache, which grows, as it is at first.
+
+    Raises:
+        MemoryExhaustedError: it does not.
+    """
+    cfg, group_size = context.cfg, context.cfg.algorithm.group_size
+    cache = CacheSpec.dense() if cfg.parts.correction.samples_dense else cfg.parts.cache.for_rollouts
+    most = FIRST_TOKENS if cache.is_dense else cfg.rollout.max_new_tokens
+    settings = replace(cfg.rollout, max_new_tokens=min(most, cfg.rollout.max_new_tokens))
+    n_prompts = cfg.rollout.n_prompts // (cfg.rollout.n_shards or context.fabric.world_size)
+    with context.fabric.autocast():
+        needs = rollout_needs(backbone, cache, (n_prompts, min(context.sizes.prompts)), settings, group_size)
+    sizes = {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
+    there = available_memory(context.fabric.device)
+    if "rl" in cfg.stages and sum(sizes.values()) > there:
+        parts = [f"{human_bytes(n)} for the {what} (change {SETTINGS[what]})" for what, n in sizes.items()]
+        raise MemoryExhaustedError(
+            f"a rollout of {group_size} responses to each of {n_prompts} prompts needs at least "
+            f"{', '.join(parts)}, more than the {human_bytes(there)} of memory here"
+        )
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that this process may hope for: all of its device, or what the machine has left."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    found = [machine_memory(), psutil.virtual_memory().available + psutil.swap_memory().free]
+    if psutil.LINUX:
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        found += [] if limit == psutil.RLIM_INFINITY else [limit - process.memory_info().vms]
+    return max(min(found), 0)
 
 
 def machine_memory() -> int:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
+from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items
 from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.environments import Environment
@@ -22,6 +23,8 @@ from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule, accuracy_component
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.scorer import KVShape
+from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
@@ -216,6 +219,38 @@ def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optim
             f"{name}: {node._target_} does not take {given}: {error}; change these options"
         ) from error
     return make
+
+
+def try_optimizers(cfg: CheckedConfig, device: torch.device) -> None:
+    """Take a step of each optimizer on small parameters of the kinds that it will train.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    matrix, vector = torch.zeros(4, 4), torch.zeros(4)
+    learned = [matrix, *([vector] if LAYOUTS[cfg.roles.layout].trains_backbones else [])]
+    if cfg.parts.has_critic:
+        learned += ScalarHead(4).parameters()
+    if (policy := cfg.parts.cache.make_policy()) is not None and policy.is_trained:
+        learned += policy.make_scorer([KVShape(2, 4, 4)]).parameters()
+    stages = {
+        "sft": ("sft.optimizer", cfg.sft.optimizer, cfg.parts.sft_optimizer, [matrix, vector]),
+        "rl": ("optimizer", cfg.optimizer, cfg.parts.optimizer, learned),
+    }
+    for name, node, make, kinds in [stages[stage] for stage in cfg.stages if stage in stages]:
+        parameters = [torch.nn.Parameter(kind.detach().clone().to(device)) for kind in kinds]
+        try:
+            optimizer = make([{"params": parameters}])
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        except Exception as error:  # optimizers raise any type
+            sizes = sorted({kind.ndim for kind in kinds})
+            raise ConfigError(
+                f"{name}._target_={node._target_} must train parameters of {' and '.join(map(str, sizes))} "
+                f"dimensions, by dense gradients and without a closure, and its first step fails: "
+                f"{one_line(error) or type(error).__name__}; use another, such as torch.optim.AdamW"
+            ) from error
 
 
 def _check_algorithm(cfg: CheckedConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric import Fabric
 from omegaconf import DictConfig
@@ -17,10 +18,11 @@ from lit_rlkv import interrupts
 from lit_rlkv.config import AUTO, Config, ConfigError, quoted
 from lit_rlkv.config.parsing import STAGES
 from lit_rlkv.config.resumed import check_same_config, differences, read_config
-from lit_rlkv.files import sweep_partial
+from lit_rlkv.files import read_if_there, sweep_partial
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.reporting.progress import say
-from lit_rlkv.run_files import CHECKPOINTS, CONFIG, REPORT
+from lit_rlkv.reporting.run_metrics import ITERATION, read_metrics
+from lit_rlkv.run_files import CHECKPOINTS, CONFIG, METRICS, REPORT
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, end_together, launch, make_fabric
 from lit_rlkv.runs.lock import BusyError, FolderLock
@@ -41,6 +43,15 @@ class LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Print nothing."""
+
+
+def log_to_file(message: str, error: BaseException) -> None:
+    """Write an error with its traceback to the run's log file alone."""
+    found = (type(error), error, error.__traceback__)
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), found)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogFile):
+            handler.handle(record)
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,7 @@ def mark_interrupted(run_dir: Path, *, is_rank_zero: bool) -> Iterator[None]:
         yield
     except InterruptedRunError as error:
         has_state = (run_dir / CONFIG).is_file()
-        if is_rank_zero and has_state and not error.is_ctrl_c:
+        if is_rank_zero and has_state and not (error.is_ctrl_c or error.is_finished):
             with suppress(OSError):
                 (run_dir / INTERRUPTED).touch()
         raise
@@ -201,16 +212,30 @@ def end_of_run(error: InterruptedRunError, run_dir: Path, overrides: Sequence[st
             run's folder alone, so resuming needs both again.
     """
     is_saved = (run_dir / CONFIG).is_file()
+    if error.is_finished:
+        return f"{error}: {interrupts.FINISHED}", interrupts.EXIT_CODE if error.is_ctrl_c else 0
     if not error.is_ctrl_c:
         kept = "saved" if is_saved else "nothing was saved yet"
         return f"{error}: {kept}, exit code {interrupts.REQUEUE}", interrupts.REQUEUE
     if not is_saved:
         return f"{error}; there is nothing to resume", interrupts.EXIT_CODE
+    if (run_dir / METRICS).is_file() and has_lost_checkpoints(run_dir, read_config(run_dir)):
+        return f"{error}; nothing can be resumed, so start again in another folder", interrupts.EXIT_CODE
     path = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     value = path if re.fullmatch(r"[\w./-]+", path) else quoted(path)
     repeated = [one for one in overrides if re.match(r"\+{0,2}(trusted_modules=|logger[.=])", one)]
     command = shlex.join(["python", "-m", "lit_rlkv.fit", f"resume={value}", *repeated])
     return f"{error}; resume with {command}", interrupts.EXIT_CODE
+
+
+def has_lost_checkpoints(run_dir: Path, cfg: Any) -> bool:
+    """True if a run without checkpoints has trained for so long that it must have had, or missed, one."""
+    if CheckpointDir(run_dir / CHECKPOINTS).all():
+        return False
+    every = cfg.callbacks.checkpoint_every or cfg.algorithm.n_iterations
+    rows = read_if_there(run_dir / METRICS, read_metrics, [])
+    # The row of an iteration is written before its checkpoint, and the report after all.
+    return bool(rows) and (rows[-1][ITERATION] > every or (run_dir / REPORT).is_file())
 
 
 def config_to_save(cfg: DictConfig, run_dir: Path) -> DictConfig:

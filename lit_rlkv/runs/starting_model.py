@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+from glob import escape
 from pathlib import Path
 
 import torch
@@ -10,19 +12,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import Config, ConfigError, as_config_errors
-from lit_rlkv.config.options import show
+from lit_rlkv.config.options import named_items, show
 from lit_rlkv.files import fingerprint, stamps
 from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.run_files import BACKBONE
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import pretrained_path
+from lit_rlkv.runs.preflight import CheckedConfig
 
+log = logging.getLogger(__name__)
 REWARD_MODEL = "reward_model"
 """Folder in a SFT model for a reward model with weights of its own."""
 LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
 """Files that a run loads from its model's folder, which may contain other models or runs."""
 REWARD_HEAD = "reward_head.safetensors"
+DESCRIBED = ("*config.json", "tokenizer*", "vocab*", "merges*", "*tokens*.json", "*.jinja", "*.model")
+"""Files in a model's folder of its shape and its tokenizer."""
 SFT_FORMAT = 2
 """Version of what the SFT stage computes and writes; a new one ignores older models."""
 SFT_MODELS, SFT_DONE = "sft_models", "sft.json"
@@ -96,8 +103,43 @@ def backbone_id(start: str | Path) -> str:
     Raises:
         ConfigError: there are none that may be read.
     """
+    return fingerprint(_folder_of(start), *LOADED)
+
+
+def _folder_of(start: str | Path) -> Path:
     with as_config_errors("model"):
-        return fingerprint(find_weights(start)[0].parent, *LOADED)
+        return find_weights(start)[0].parent
+
+
+def source_ids(cfg: CheckedConfig) -> dict[str, str]:
+    """Return the fingerprints of files that RL reads beside weights and rows, by what they are."""
+    found: dict[str, str] = {}
+    for name, node in named_items(cfg.reward.functions):
+        file = Path(str(node.get("path") or "").rpartition(":")[0]).expanduser()
+        if file.is_file():
+            found[f"reward.functions.{name}"] = fingerprint(file.parent, escape(file.name))
+    if (path := pretrained_path(cfg.model.path, cfg.runs_dir)) is not None:
+        found["config and tokenizer of model.path"] = fingerprint(_folder_of(path), *DESCRIBED)
+    if isinstance(cfg.parts.distillation, ModelDistillation):
+        teacher = _folder_of(str(pretrained_path(cfg.parts.distillation.model, cfg.runs_dir)))
+        found["distillation.model"] = fingerprint(teacher, *LOADED, *DESCRIBED)
+    return found
+
+
+def check_sources(checkpoint: Checkpoint | None, cfg: CheckedConfig) -> None:
+    """Check that the files of `source_ids` are those of a checkpoint; a changed reward costs a warning.
+
+    Raises:
+        ConfigError: a model has changed.
+    """
+    if checkpoint is None or "rl" not in cfg.stages:
+        return
+    saved, now = checkpoint.data_state.get("sources", {}), source_ids(cfg)
+    for what in [what for what, known in saved.items() if now.get(what, known) != known]:
+        said = f"{what} has changed since the run trained with it"
+        if not what.startswith("reward."):  # whose errors may have ended the run
+            raise ConfigError(f"{said}; restore it, or start a new run")
+        log.warning("%s; its scores may not compare with those before", said)
 
 
 def check_backbone(checkpoint: Checkpoint | None, start: str | Path, fingerprint_now: str) -> None:

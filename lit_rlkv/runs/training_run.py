@@ -34,7 +34,7 @@ from lit_rlkv.reporting.pictures import Picture, figures
 from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.reporting.report import write_report
 from lit_rlkv.reporting.run_folder import RunReport, read_run
-from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values, read_metrics
+from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.rewards import MathVerify
 from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, EVICTIONS, METRICS, REPORT
@@ -43,7 +43,7 @@ from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import halve_pass_limit
-from lit_rlkv.runs.resume import config_to_save, warn_of_other_ranks
+from lit_rlkv.runs.resume import config_to_save, has_lost_checkpoints, warn_of_other_ranks
 from lit_rlkv.runs.starting_model import SFT_DONE
 from lit_rlkv.types import Rollout
 
@@ -152,14 +152,10 @@ class TrainingRun:
 
     def _check_rows(self) -> None:
         """Refuse to begin again a run whose checkpoints are gone: its metrics would be overwritten."""
-        if self.resume_from is not None:
-            return
-        every = self.context.cfg.callbacks.checkpoint_every or self.context.cfg.algorithm.n_iterations
-        rows = read_if_there(self.run_dir / METRICS, read_metrics, [])
         require(
-            not rows or rows[-1][ITERATION] < every,  # killed before its first checkpoint was due
-            f"{self.run_dir} has metrics of {len(rows)} iterations and no checkpoint; restore its folder "
-            f"{CHECKPOINTS}, or remove {METRICS} to train from the start",
+            not has_lost_checkpoints(self.run_dir, self.context.cfg),
+            f"{self.run_dir} has metrics of iterations that were trained, and no checkpoint; restore its "
+            f"folder {CHECKPOINTS}, or remove {METRICS} to train from the start",
         )
 
     @contextmanager
@@ -237,6 +233,8 @@ class TrainingRun:
             report = self._report()
             pictures = figures(report)
             write_report(self.run_dir / REPORT, report, pictures)
+        self.interruption.is_finished = True
+        if self.is_rank_zero:
             self.logger.send("the outcome", lambda logger: self._log_outcome(logger, pictures))
         self.context.fabric.barrier()
 

@@ -18,6 +18,7 @@ from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, RunState
 from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import tokens_per_pass
+from lit_rlkv.runs.starting_model import source_ids
 from lit_rlkv.trainer import train
 
 
@@ -49,8 +50,6 @@ def train_policy(
             context.task,
             split="train",
             seed=derive_seed(cfg.seed, "prompts", "rl"),
-            rank=ranks.rank,
-            world_size=ranks.size,
             curriculum=algorithm.curriculum,
         ),
         cfg.parts.cache,
@@ -78,6 +77,7 @@ def train_policy(
         budget_bounds=cfg.cache.budget_bounds,
         trains_evictions=module.evictions is not None,
     )
+    datamodule.sources = source_ids(cfg)
     for callback in callbacks:
         if isinstance(callback, RowsDiagnostic):
             callback.tokens_per_pass = min(callback.tokens_per_pass, datamodule.tokens_per_pass)

@@ -30,7 +30,7 @@ from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, RunState
 from lit_rlkv.runs.context import RunContext, pretrained_path
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.pass_size import tokens_per_pass
+from lit_rlkv.runs.pass_size import check_rollout_memory, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
 from lit_rlkv.runs.training_run import TrainingRun
@@ -131,6 +131,7 @@ class SFTStage:
         is_begun = first > 0
         given = pretrained_path(context.cfg.model.path, context.cfg.runs_dir)
         backbone = load_backbone(context, self._output(first - 1) if is_begun else given)
+        check_rollout_memory(context, backbone)
         check_data(context, backbone, self.passes)
         shard(context, backbone)
         weights = load_reward_head(self._output(first - 1)) if is_begun else None

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric import Fabric
 
 from lit_rlkv.config.schema import RewardConfig
-from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, ranks_of
 from lit_rlkv.experience import datamodule
 from lit_rlkv.rewards import PythonFunction
@@ -185,7 +184,6 @@ def sample_on_a_rank(fabric: Fabric, folder: Path) -> tuple[list[str], list[floa
 def sample_with(ranks, ask):
     data = make_datamodule(make_roles(), rollout={"n_shards": 2}, **of_functions(own=InThreads(ask=ask)))
     data.ranks = ranks
-    data.source = PromptSource(data.task, split="train", seed=0, rank=ranks.rank, world_size=ranks.size)
     with data.rewards:
         experience = data.collect()
     return experience.completions, experience.rewards.total.tolist()

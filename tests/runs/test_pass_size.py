@@ -1,7 +1,10 @@
 """Sizes chosen from memory: `auto` for the tokens in a pass and the rows of an evaluation."""
 
+import resource
+
 import psutil
 import pytest
+import torch
 from lightning.fabric import Fabric
 from rich.console import Console
 
@@ -19,7 +22,9 @@ from lit_rlkv.runs import pass_size
 from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.pass_size import (
     MAX_ROWS,
+    available_memory,
     bytes_of_row,
+    check_rollout_memory,
     evaluation_rows,
     free_memory,
     halve_pass_limit,
@@ -184,3 +189,42 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatc
     monkeypatch.setattr(pass_size, "ranks_of", lambda fabric: Other())
     assert tokens_per_pass(context, roles, roles.backbone("policy")) == 7
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "n_slots", "n_rows", "n_new"),
+    [
+        ([], 9, 16, 8),
+        (["rollout.max_rows=4"], 9, 4, 8),
+        (["rollout.n_shards=2"], 9, 8, 8),
+        (["experiment=dense", "rollout.max_new_tokens=900"], None, 16, 256),  # it grows with the responses
+    ],
+)
+def test_a_rollout_whose_cache_and_records_exceed_the_memory_is_refused(
+    tmp_path, monkeypatch, options, n_slots, n_rows, n_new
+):
+    options = ["rollout.n_prompts=8", "algorithm.group_size=2", *options]
+    context, backbone = make_context(tmp_path, *options), make_model()
+    n_columns = min(context.sizes.prompts) + n_new
+    n_responses = 8 if "rollout.n_shards=2" in options else 16
+    # keys and values in float32 of 2 layers, 2 KV heads, 8 dims; 4 bytes for each key of each head
+    cache = 2 * (n_slots or n_columns) * 2 * n_rows * 2 * 8 * 4
+    needed = cache + 2 * (n_rows + n_responses) * 2 * n_columns * 4
+    monkeypatch.setattr(pass_size, "available_memory", lambda device: needed)
+    check_rollout_memory(context, backbone)
+    monkeypatch.setattr(pass_size, "available_memory", lambda device: needed - 1)
+    with pytest.raises(
+        MemoryExhaustedError, match=r"iB for the KV cache \(change cache\.dtype.*of memory h"
+    ) as e:
+        check_rollout_memory(context, backbone)
+    assert "\n" not in str(e.value)
+    check_rollout_memory(make_context(tmp_path, *options, "stages=[sft]"), backbone)
+
+
+def test_a_limit_of_the_address_space_counts_as_memory():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + GIB, before[1]))
+    try:
+        assert GIB / 2 < available_memory(torch.device("cpu")) <= GIB
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

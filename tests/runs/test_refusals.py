@@ -1,12 +1,14 @@
 import re
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.preflight import checked_config, try_optimizers
 from lit_rlkv.trust import trusting
 from tests.tiers import every_nth
+from tests.whole_runs import composed
 
 JUDGED = [
     "algorithm=online_dpo",
@@ -89,6 +91,10 @@ MISTAKES = [
     ),
     (["rollout.max_new_tokens=0"], "rollout.max_new_tokens must be a whole number of at least 1, got 0"),
     (["algorithm.group_size=1"], "algorithm.group_size=1: GroupAdvantage compares"),
+    (
+        ["algorithm=reinforce++_plain", "algorithm.group_size=1", "algorithm.resample=3"],
+        "algorithm.resample=3 replaces groups of equal rewards, which a group of algorithm.group_size=1",
+    ),
     (["algorithm.advantage.estimator=gae"], "estimator='gae' is unknown; choose one of grpo"),
     (
         ["algorithm.kl.estimator=k1"],
@@ -353,3 +359,35 @@ def test_options_of_evictions_may_stand_where_none_are_trained():
         for policy in ("learned", "snapkv"):  # a sweep over policies
             cfg = compose("config", overrides=[f"cache.policy={policy}", "algorithm.eviction.clip=0.3"])
             assert checked_config(cfg).algorithm.eviction.clip == 0.3
+
+
+PLAIN = "~optimizer.betas ~optimizer.weight_decay"
+MUON = f"optimizer._target_=torch.optim.Muon {PLAIN}"
+SFT = "~sft.optimizer.betas ~sft.optimizer.weight_decay"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (f"optimizer._target_=torch.optim.LBFGS {PLAIN}", "optimizer._target_=torch.optim.LBFGS must"),
+        (f"optimizer._target_=torch.optim.SparseAdam {PLAIN}", "optimizer._target_=torch.optim.SparseAdam"),
+        (
+            f"stages=[sft] sft.optimizer._target_=torch.optim.Muon {SFT}",
+            "sft.optimizer._target_=torch.optim.M",
+        ),
+        (f"roles=full {MUON}", "Muon must train parameters of 1 and 2 dimensions, .* its first step fails: "),
+        (f"algorithm=ppo {MUON}", "of 1 and 2 dimensions"),  # the bias of the value head
+        (f"experiment=shadow cache.policy=learned {MUON}", "of 1 and 2 and 3 dimensions"),
+        (MUON, None),
+        ("roles=full", None),
+        (f"stages=[eval] optimizer._target_=torch.optim.LBFGS {PLAIN}", None),
+    ],
+)
+def test_an_optimizer_that_cannot_train_the_run_is_refused_before_any_training(options, says):
+    cfg = checked_config(composed(*options.split()))
+    if says is None:
+        try_optimizers(cfg, torch.device("cpu"))
+    else:
+        with pytest.raises(ConfigError, match=says) as caught:
+            try_optimizers(cfg, torch.device("cpu"))
+        assert "\n" not in str(caught.value)

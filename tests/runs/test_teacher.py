@@ -1,7 +1,11 @@
 """The teacher of `distillation=teacher`: what a run takes for one, and what it refuses before any work."""
 
+from pathlib import Path
+from shutil import copyfile
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
@@ -11,7 +15,7 @@ from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.pass_size import free_memory
 from lit_rlkv.runs.teacher import load_teacher
-from tests.saved_models import chat_tokenizer, save_checkpoint, save_model
+from tests.saved_models import change_json, chat_tokenizer, save_checkpoint, save_model
 from tests.whole_runs import config, rows_of, run
 
 
@@ -82,3 +86,26 @@ def test_a_resumed_run_is_taught_the_same(tmp_path, checkpoint):
     assert float(straight[0]["teacher/kl"]) > 0.01
     for name in ("loss", "teacher/kl", "teacher/loss", "grad_norm"):
         assert [row[name] for row in straight] == [row[name] for row in resumed]
+
+
+def test_a_changed_teacher_or_tokenizer_ends_a_resume_and_a_changed_reward_costs_a_warning(tmp_path, caplog):
+    teacher, model = (save_checkpoint(tmp_path / name) for name in ("other", "start"))
+    reward = Path(copyfile("tests/data/rewards.py", tmp_path / "rewards.py"))
+    options = ["experiment=shadow", "distillation=teacher", f"distillation.model={teacher}", "stages=[rl]"]
+    options += [f"model.path={model}", "reward=python", f"reward.functions.custom.path={reward}:has_one"]
+    options += ["diagnostics=none", "algorithm.lr_schedule=constant"]
+    run(tmp_path, "run", *options, "algorithm.n_iterations=1")
+    reward.write_text(reward.read_text().replace('"1"', '"2"'))
+    run(tmp_path, "run", *options, "algorithm.n_iterations=2", resumes=True)
+    assert "reward.functions.custom has changed since the run trained with it" in caplog.text
+    again = [*options, "algorithm.n_iterations=3"]
+    tokenizer = model / "tokenizer_config.json"
+    kept = tokenizer.read_text()
+    change_json(tokenizer, model_max_length=77)
+    with pytest.raises(ConfigError, match=r"^config and tokenizer of model\.path has changed since the run"):
+        run(tmp_path, "run", *again, resumes=True)
+    tokenizer.write_text(kept)
+    weights = {name: 2 * value for name, value in load_file(teacher / "model.safetensors").items()}
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^distillation\.model has changed since .* restore it, or"):
+        run(tmp_path, "run", *again, resumes=True)
