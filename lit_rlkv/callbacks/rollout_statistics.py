@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.diagnostics import as_floats
+from lit_rlkv.diagnostics.evictions import affected_shares
 from lit_rlkv.diagnostics.importance_ratios import replay_gap, rollout_correction
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
@@ -121,6 +122,7 @@ class RolloutStatistics(RLCallback):
 
     def on_rollout_end(self, experience: Experience) -> None:
         self._latest = rollout_statistics(experience.all_gather()) | recorded_bytes(experience)
+        self._latest |= affected_shares(experience.rollout, experience.ranks)
         self._collected_at = time.perf_counter()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:
