@@ -13,8 +13,10 @@ from omegaconf import DictConfig
 
 from lit_rlkv.cli import compose_arguments, run_command
 from lit_rlkv.config import ConfigError, check_keys, check_saved_code, require
+from lit_rlkv.config.options import show
 
 if TYPE_CHECKING:
+    from lit_rlkv.runs.preflight import CheckedConfig
     from lit_rlkv.sweeping.sweep_file import Sweep, Values
 
 DESCRIPTION = """\
@@ -108,6 +110,8 @@ def sweep(args: argparse.Namespace) -> None:
             f"{len(workers.failed)} of {total} runs failed, and the same command tries them again; see "
             f"{workers.failed[0].log}"
         )
+    if all(run.value(plan.metric.name) is None for run in study.ended()):
+        sys.exit(f"no run has a value of metric={plan.metric.name}; name a column of metrics.csv in the file")
 
 
 def compose(sweep: "Sweep", values: "Values", folder: Path) -> DictConfig:
@@ -139,11 +143,26 @@ def check(sweep: "Sweep") -> None:
     with track("check", len(todo), quiet_s=2.0) as advance:
         for values in todo:
             try:
-                checked_config(compose(sweep, values, Path("unused")))
+                _check_metric(sweep.metric.name, checked_config(compose(sweep, values, Path("unused"))))
             except ConfigError as error:
                 named = " ".join(f"{key}={value}" for key, value in values.items())
                 raise ConfigError(f"{error} (in the run with {named})") from error
             advance()
+
+
+def _check_metric(name: str, cfg: "CheckedConfig") -> None:
+    """Check that a run measures what compares it, as far as that is known before."""
+    if name.startswith("eval/"):
+        require(
+            "eval" in cfg.stages,
+            f"metric={name} needs the stage eval, and stages={show(cfg.stages)}; add eval, or write another "
+            "metric into the file, such as metric: {name: reward, goal: maximize}",
+        )
+        require(
+            "accuracy" not in name or cfg.accuracy is not None,
+            f"metric={name}: nothing says which responses are correct; write metric: {{name: eval/reward, "
+            "goal: maximize}} into the file, or set reward.accuracy",
+        )
 
 
 def main() -> None:

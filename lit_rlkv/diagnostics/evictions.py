@@ -1,6 +1,7 @@
 """Statistics of evictions: retained keys, lifetimes, affected tokens, dense attention on evicted keys."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -91,11 +92,13 @@ def misses_keys(rollout: Rollout) -> Bool[Tensor, "batch seq"]:
     return response_queries(rollout.response_mask) & (column >= first[:, None])
 
 
-def affected_shares(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> dict[str, float]:
-    """Return the shares of response tokens, and of responses, whose queries missed keys, over all `ranks`."""
+def affected_shares(
+    rollout: Rollout, all_reduce_sum: Callable[[Tensor], Tensor] = SINGLE_PROCESS.all_reduce_sum
+) -> dict[str, float]:
+    """Return the shares of response tokens, and of responses, whose queries missed keys, over all ranks."""
     misses = misses_keys(rollout)
     counts = [of.sum() for mask in (misses, rollout.response_mask) for of in (mask, mask.any(dim=1))]
-    tokens, rows, n_tokens, n_rows = ranks.all_reduce_sum(torch.stack(counts)).tolist()
+    tokens, rows, n_tokens, n_rows = all_reduce_sum(torch.stack(counts)).tolist()
     return {"kv/affected": tokens / max(n_tokens, 1), "kv/affected_rows": rows / max(n_rows, 1)}
 
 

@@ -178,8 +178,8 @@ def check_reward_functions(context: RunContext) -> None:
     Warns of problems whose solutions get less than full score, or no reward at all.
 
     Raises:
-        ConfigError: a function cannot score a row of the task, does not return a number, or compares answers
-            and gives 0 to all solutions that SFT is to teach.
+        ConfigError: a function cannot score a row of the task, does not return a number, or is the reward and
+            gives 0 to all solutions that SFT is to teach.
     """
     cfg, rewards = context.cfg, context.rewards
     with as_config_errors("task"):
@@ -212,6 +212,7 @@ def check_reward_functions(context: RunContext) -> None:
         )
         if marker is not None:
             said += f" (it reads what follows {marker!r}: reward.functions.{name}.answer_after)"
-        require("sft" not in cfg.stages or len(places) < n_rows or function.weight <= 0, said)
+        others = cfg.reward.verifier or cfg.reward.learned or cfg.reward.environment or function.weight <= 0
+        require("sft" not in cfg.stages or len(places) < n_rows or bool(others), said)
         if context.fabric.is_global_zero:
             log.warning(said)

@@ -215,7 +215,7 @@ class TrainingRun:
         functions = self.context.rewards.functions.values()
         watch = RewardWatch(reads_all_forms=any(isinstance(function, MathVerify) for function in functions))
         return [
-            RolloutStatistics(),
+            RolloutStatistics(None if parts.correction.samples_dense else parts.cache),
             *([watch] if self.resumed_at == 0 else []),
             RunAxes(self.metrics.history),
             *parts.diagnostics,

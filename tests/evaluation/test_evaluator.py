@@ -239,7 +239,7 @@ def failing_up_to(max_failed):
 
 
 def by_length(question):
-    return {0: 1.0, 1: 0.5}.get(len(question["completion"]) % 3, 0.0)
+    return {0: 1.0, 1: 0.5}.get(sum(map(ord, question["completion"])) % 3, 0.0)
 
 
 @pytest.mark.parametrize("accuracy", ["exact_match", "graded", None])

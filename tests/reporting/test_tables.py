@@ -108,11 +108,11 @@ def test_accuracy_and_reward_are_shown_as_far_as_they_are_known_and_so_is_a_cach
     assert headings[2:5] == ["Reward", "KV bytes", "of dense"]
     assert (cells[2], cells[4]) == ("0.250", "evicts nothing")
     lost = replace(SPARSE, reward=0.25, affected=0.1)
-    dense = replace(DENSE, affected=0.0)
+    dense = replace(DENSE, affected=0.0, reward=0.75)
     headings, rows = evaluation_cells({"after": [dense, lost]})
     assert headings[2:4] == ["Accuracy", "Reward"]
     assert [row[2:6] for row in rows] == [
-        ["0.750", "–", "2.00 KiB", "100%"],
+        ["0.750", "0.750", "2.00 KiB", "100%"],
         ["0.500", "0.250", "512 B", "25%"],
     ]
     text = shown(summary_table([], [unknown, replace(lost, learned_reward=1.0)], {}))
@@ -120,7 +120,7 @@ def test_accuracy_and_reward_are_shown_as_far_as_they_are_known_and_so_is_a_cach
 
 
 def test_the_terminal_says_what_the_brackets_are():
-    console = Console(width=100, file=StringIO())
+    console = Console(width=120, file=StringIO())
     console.print(score_table([(DENSE, FOUND)], 0.9))
     assert "[low, high] is the 90% interval over prompts" in console.file.getvalue()
     for cell in (

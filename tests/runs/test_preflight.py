@@ -162,12 +162,10 @@ def test_a_reward_that_gives_0_to_all_solutions_is_refused_with_sft_and_else_war
         assert re.search(says, caplog.text)
 
 
-def test_an_answer_alone_is_worth_nothing_unless_the_prompt_names_the_marker_or_there_is_none(
-    tmp_path, caplog
-):
-    named = "task.system_prompt='End with the number after ####.'"
-    for option in (named, "reward.functions.correct.answer_after=null"):
-        cfg = of_rows(tmp_path, PLAIN, "reward=numeric", "reward.verifier=0", "stages=[rl]", option)
+def test_an_answer_alone_is_right_if_the_prompt_names_the_marker_or_there_is_none(tmp_path, caplog):
+    named = [row | {"prompt": f"the number after #### of {row['prompt']}"} for row in PLAIN]
+    for rows, option in ((named, "seed=0"), (PLAIN, "reward.functions.correct.answer_after=null")):
+        cfg = of_rows(tmp_path, rows, "reward=numeric", "reward.verifier=0", "stages=[rl]", option)
         check_reward_functions(build_context(cfg))
     assert caplog.records == []
 
