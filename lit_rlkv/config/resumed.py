@@ -116,10 +116,9 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
     )
     if "algorithm.n_iterations" in differences(saved, asked):
         changed.append(
-            f"(the learning rate so far follows algorithm.lr_schedule={saved.algorithm.lr_schedule} over all "
-            "iterations; only with constant can a run get more. To train its policy further, export it: "
-            f"python -m lit_rlkv.export ckpt={run_dir} to=FOLDER, then a new run with model.path=FOLDER "
-            "'stages=[rl,eval]')"
+            f"(under algorithm.lr_schedule={saved.algorithm.lr_schedule} all learning rates depend on their "
+            f"number, under constant they do not; to train on: python -m lit_rlkv.export ckpt={run_dir} "
+            "to=FOLDER, and a new run with model.path=FOLDER 'stages=[rl,eval]')"
         )
     require(not changed, "\n  ".join([why, *changed]))
 

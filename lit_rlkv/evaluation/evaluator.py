@@ -229,9 +229,7 @@ class Evaluator:
         row = EvalRow(
             cache=cache.label,
             budget=None if cache.is_dense else cache.budget,
-            accuracy=(
-                None if self.accuracy is None else sum(is_right(sample) for sample in samples) / n_scored
-            ),
+            accuracy=None if self.accuracy is None else sum(map(is_right, samples)) / n_scored,
             n_problems=n,
             mean_length=sum(sample.n_tokens for sample in samples) / n_scored,
             kv_bytes=max(batch.kv_bytes for batch in batches),
@@ -290,20 +288,13 @@ class Evaluator:
             scores = scores.masked_fill(talk.returns.isnan(), torch.nan)
         lengths = rollout.response_mask.sum(dim=1).tolist()
         shown = [None] * len(asked) if self.accuracy is None else scores.nan_to_num(nan=0.0).tolist()
+        given = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
         samples = [
             ScoredResponse(
-                cache.label,
-                problem,
-                sample,
-                prompt_text(self.problems[problem].prompt),
-                self.problems[problem].answer,
-                completion,
-                n_tokens,
-                score,
-                None if math.isnan(reward) else reward,
+                cache.label, *place, prompt_text(problem.prompt), problem.answer, completion, n_tokens, *score
             )
-            for (problem, sample), completion, n_tokens, score, reward in zip(
-                places, completions, lengths, shown, rewards.tolist(), strict=True
+            for place, problem, completion, n_tokens, score in zip(
+                places, asked, completions, lengths, zip(shown, given, strict=True), strict=True
             )
         ]
         return _Answered(

@@ -163,16 +163,11 @@ class RewardRule:
         return Rewards(total, dict(components), is_failed if can_fail else None, weighted)
 
     def weighted(self, components: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, " batch"]:
-        """Return the weighted sums of the components; NaN for responses without a reward.
-
-        Raises:
-            ValueError: a component with a weight is missing.
-        """
+        """Return the weighted sums of the components; NaN for responses without a reward."""
         parts = [weight * components[name] for name, weight in self._weights(components).items()]
         found = bounded(sum(parts[1:], start=parts[0]))
-        if ENVIRONMENT in components:
-            found = found.masked_fill(components[ENVIRONMENT].isnan(), float("nan"))
-        return found
+        failed = components.get(ENVIRONMENT, found).isnan()
+        return found.masked_fill(failed, float("nan"))
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Return the non-zero weights by component."""
@@ -203,11 +198,7 @@ def scored(
     talks: Sequence[TextConversations] = (),
     on_progress: Callable[[int], object] = lambda n_answers: None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the components of the reward of each response, and the errors of those that failed.
-
-    Args:
-        as in `RewardRule.from_completions`.
-    """
+    """Return the components of the rewards, and the errors of those that failed, as `from_completions`."""
     components: dict[str, Tensor] = {}
     if task.is_verifiable:
         components |= score(task.score, problems, completions).components

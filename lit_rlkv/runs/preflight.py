@@ -336,16 +336,12 @@ def _check_verifier(cfg: CheckedConfig) -> None:
 
 
 def check_accuracy(cfg: CheckedConfig) -> None:
-    """Check that an evaluation does not have to choose between reward functions.
-
-    Raises:
-        ConfigError: the task verifies nothing, and several functions are rewarded.
-    """
+    """Raise a ConfigError if an evaluation would have to choose between reward functions."""
     names = rewarding(cfg.parts.reward_functions)
     require(
         cfg.accuracy is not None or len(names) < 2,
-        f"reward.accuracy=null: {cfg.parts.task} verifies no answers, and evaluations count a response as "
-        f"correct by one of the functions {', '.join(names)}; set reward.accuracy={names[:1] and names[0]}",
+        f"reward.accuracy=null: {cfg.parts.task} verifies no answers, so evaluations must know by which of "
+        f"{', '.join(names)} a response is correct; set reward.accuracy={''.join(names[:1])}",
     )
 
 

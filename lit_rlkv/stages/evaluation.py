@@ -108,13 +108,9 @@ def score_caches(
             # The log-probs of the mismatch come after the last token.
             on_progress = partial(advance.within, n_total=evaluator.n_tokens + 1)
             found = evaluator.score_cache(cache, on_progress)
-            row = found.row
-            advance(
-                cache=cache.label,
-                accuracy="–" if row.accuracy is None else row.accuracy,
-                reward="–" if row.reward is None else row.reward,
-            )
-            rows.append(row)
+            rows.append(found.row)
+            known = {"accuracy": found.row.accuracy, "reward": found.row.reward}
+            advance(1, cache=cache.label, **{key: "–" if x is None else x for key, x in known.items()})
             yield found
     best = max(row.reward or 0.0 for row in rows)
     if best > 0 and all(row.accuracy == 0 for row in rows) and context.fabric.is_global_zero:
