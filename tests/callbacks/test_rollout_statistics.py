@@ -108,7 +108,7 @@ def test_a_first_rollout_without_evictions_is_warned_of(caplog, budget, warns):
     callback = RolloutStatistics(cache)
     module = make_datamodule(make_roles(), spec=cache, rollout={"max_new_tokens": 20})
     for iteration in (1, 2):
-        callback.on_rollout_end(module.collect())
+        callback.on_rollout_end(replace(module.collect(), iteration=iteration - 1))
         metrics = {"time/data": 2.0}
         callback.on_iteration_end(iteration, 2, metrics)
         assert (metrics["kv/affected_rows"] == metrics["kv/affected"] == 0) is warns
