@@ -73,9 +73,10 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     """
     from lit_rlkv.evaluation.estimates import estimate
     from lit_rlkv.evaluation.evaluator import caches_to_evaluate
-    from lit_rlkv.experience.reward import accuracy_component
+    from lit_rlkv.kvcache.policies import DENSE
     from lit_rlkv.runs import environment
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
+    from lit_rlkv.runs.preflight import check_accuracy
     from lit_rlkv.stages.evaluation import score_caches
 
     run = find_run(Path(asked.ckpt).expanduser())
@@ -84,9 +85,15 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         if (value := getattr(asked, key)) is not None:
             run.cfg.evaluation[key] = value
     run.cfg.kernels = asked.kernels or run.cfg.kernels
-    reward = parse_config(run.cfg).reward
-    check_saved_code({name: node for name, node in reward.functions.items() if name == reward.accuracy})
+    run.cfg.reward.accuracy = asked.reward.accuracy or run.cfg.reward.accuracy
+    check_saved_code(parse_config(run.cfg).reward.functions)
     cfg = check_run(run)
+    check_accuracy(cfg)
+    require(
+        not asked.pass_at_k or cfg.accuracy is not None,
+        f"pass_at_k={show(asked.pass_at_k)} needs to know which responses are correct, and neither the task "
+        "nor a function says so; leave it out",
+    )
     n_samples, temperature = asked.n_samples, cfg.evaluation.temperature
     require(
         n_samples == 1 or temperature > 0,
@@ -101,7 +108,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             f"policies={show(asked.policies)}: this run has trained no scorer for {untrained[0]}; leave it "
             "out"
         )
-    if asked.budgets and all(cache.is_dense for cache in caches):
+    if asked.budgets and {*(asked.policies or [cfg.cache.policy])} == {DENSE}:
         raise ConfigError(
             f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "
             "policies=[snapkv]"
@@ -118,7 +125,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "seed": cfg.seed,
         "n_prompts": scored[0][0].n_problems,
         "n_samples": asked.n_samples,
-        "accuracy": accuracy_component(cfg.reward),
+        "accuracy": cfg.accuracy,
         **{key: getattr(cfg.evaluation, key) for key in SAMPLING},
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,

@@ -16,6 +16,7 @@ from lit_rlkv.config import ConfigError, check_keys, check_saved_code, require
 from lit_rlkv.config.keys import check_effects
 
 if TYPE_CHECKING:
+    from lit_rlkv.runs.preflight import CheckedConfig
     from lit_rlkv.sweeping.sweep_file import Sweep, Values
 
 DESCRIPTION = """\
@@ -109,6 +110,8 @@ def sweep(args: argparse.Namespace) -> None:
             f"{len(workers.failed)} of {total} runs failed, and the same command tries them again; see "
             f"{workers.failed[0].log}"
         )
+    if all(run.value(plan.metric.name) is None for run in study.ended()):
+        sys.exit(f"no run has a value of metric={plan.metric.name}; name a column of metrics.csv in the file")
 
 
 def compose(sweep: "Sweep", values: "Values", folder: Path) -> DictConfig:
@@ -141,11 +144,21 @@ def check(sweep: "Sweep") -> None:
     with track("check", len(todo), quiet_s=2.0) as advance:
         for values in todo:
             try:
-                checked_config(compose(sweep, values, Path("unused")))
+                _check_metric(sweep.metric.name, checked_config(compose(sweep, values, Path("unused"))))
             except ConfigError as error:
                 named = " ".join(f"{key}={value}" for key, value in values.items())
                 raise ConfigError(f"{error} (in the run with {named})") from error
             advance()
+
+
+def _check_metric(name: str, cfg: "CheckedConfig") -> None:
+    """Check that the final evaluation will have a metric that is one of it."""
+    is_known = "eval" in cfg.stages and ("accuracy" not in name or cfg.accuracy is not None)
+    require(
+        not name.startswith("eval/") or is_known,
+        f"metric={name} needs the stage eval and, for an accuracy, answers or reward.accuracy; add them, or "
+        "write another one into the file, such as metric: {name: reward, goal: maximize}",
+    )
 
 
 def main() -> None:

@@ -40,14 +40,15 @@ def asking(ckpt, **options):
 def test_every_policy_is_scored_at_every_budget(saved):
     found = evaluate(asking(saved, budgets=[4], policies=["streaming", "snapkv"], batch_size=4))
     labels = [row.cache for row in found.rows]
-    assert labels == ["dense", "streaming 7+2", "streaming 4+2", "snapkv 7+2", "snapkv 4+2"]
-    assert len({row.kl for row in found.rows}) == 5
+    policies = ["streaming 7+2", "streaming 4+2", "snapkv 7+2", "snapkv 4+2"]
+    assert labels == ["dense", "random 7+2", *policies]
+    assert len({row.kl for row in found.rows}) == 6
     assert max(row.replay_gap for row in found.rows) < 1e-4
 
 
 def test_a_policy_named_twice_and_dense_are_scored_once(saved):
     found = evaluate(asking(saved, budgets=[], policies=["dense", "tova", "tova"], n_prompts=2))
-    assert [row.cache for row in found.rows] == ["dense", "tova 7+2"]
+    assert [row.cache for row in found.rows] == ["dense", "random 7+2", "tova 7+2"]
 
 
 def test_several_samples_give_pass_at_k_with_intervals(saved):
@@ -75,6 +76,7 @@ def test_an_earlier_checkpoint_and_a_run_are_both_found(saved):
         ({"pass_at_k": [4]}, "pass@4 cannot be estimated from n_samples=1; give k from 1 to n_samples"),
         ({"pass_at_k": [0]}, r"pass_at_k\[0\] must be a whole number of at least 1, got 0"),
         ({"pass_at_k": 4}, r"pass_at_k must be a list.* write pass_at_k=\[4\]"),
+        ({"reward": {"accuracy": "custom"}}, r"accuracy must name one of the functions \(none\)"),
         ({"n_samples": 4}, r"n_samples=4 responses at temperature=0\.0 are 4 times the same one"),
         ({"n_samples": 0}, "n_samples must be a whole number of at least 1, got 0"),
         ({"policies": "snapkv"}, r"policies must be a list, each a text or null, got snapkv"),
@@ -197,7 +199,7 @@ def test_the_command_line_prints_the_table_and_writes_result_and_samples(saved):
     lines = [json.loads(line) for line in (saved / "evaluate_samples.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 3 * 2
     assert lines[0].keys() == {
-        "cache", "problem", "sample", "prompt", "answer", "completion", "n_tokens", "score",
+        "cache", "problem", "sample", "prompt", "answer", "completion", "n_tokens", "score", "reward",
     }  # fmt: skip
     for row in result["rows"]:
         scores = [line["score"] for line in lines if line["cache"] == row["cache"]]

@@ -7,7 +7,6 @@ from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.diagnostics.distributions import evenly_spaced_rows
 from lit_rlkv.diagnostics.evictions import (
     EvictedAttention,
-    affected_fraction,
     lifetimes,
     mean_age,
     median_age,
@@ -59,7 +58,6 @@ class CacheStatistics(RowsDiagnostic):
             "kv/retained": float(fraction.mean()),
             "kv/retained_last": float(at_last.mean()),
             "kv/never_evicted": n_kept / max(n_kept + n_evicted, 1),
-            "kv/affected": float(affected_fraction(rollout, experience.ranks)),
         }
         if n_evicted > 0:
             self._add_lifetimes(evicted)

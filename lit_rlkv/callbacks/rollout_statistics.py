@@ -1,5 +1,6 @@
 """Scalars of each rollout, under the names of TRL and verl."""
 
+import logging
 import time
 
 import torch
@@ -7,14 +8,18 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.diagnostics import as_floats
+from lit_rlkv.diagnostics.evictions import affected_shares
 from lit_rlkv.diagnostics.importance_ratios import replay_gap, rollout_correction
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, explained_variance, token_rewards
 from lit_rlkv.experience.group_baselines import is_informative
 from lit_rlkv.experience.reward import ENVIRONMENT, OWN
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.objectives.reduction import masked_mean, masked_sum
 from lit_rlkv.rollout.turns import turn_starts
 from lit_rlkv.types import Rewards
+
+log = logging.getLogger(__name__)
 
 
 def rollout_statistics(experience: Experience) -> dict[str, float]:
@@ -112,15 +117,23 @@ class RolloutStatistics(RLCallback):
     """Adds the statistics of the rollout to the metrics of its iteration; must be the first callback.
 
     `tokens_per_second` does not include the time between rollout and update, in which diagnostics run.
+
+    Args:
+        cache: of the rollouts, for a warning if it evicts nothing in the first one; None: no warning.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: CacheSpec | None = None) -> None:
+        self._cache = None if cache is None or cache.is_dense else cache
         self._latest: dict[str, float] = {}
         self._collected_at = 0.0
         self._diagnostics_s = 0.0
 
     def on_rollout_end(self, experience: Experience) -> None:
         self._latest = rollout_statistics(experience.all_gather()) | recorded_bytes(experience)
+        self._latest |= affected_shares(experience.rollout, experience.ranks.all_reduce_sum)
+        is_first = experience.iteration == 0 and experience.ranks.rank == 0
+        if is_first and self._cache is not None and self._latest["kv/affected_rows"] == 0:
+            log.warning(self._cache.explain_no_evictions("cache.", experience.rollout.attention_mask))
         self._collected_at = time.perf_counter()
 
     def on_phase_start(self, phase: str, iteration: int) -> None:

@@ -6,12 +6,21 @@ from typing import Literal
 
 from lit_rlkv.checks import MAX_TEMPERATURE, Number, check_temperature
 from lit_rlkv.config.errors import as_config_errors, require
-from lit_rlkv.config.options import option, show
+from lit_rlkv.config.options import group, option, show
 from lit_rlkv.config.schema import Kernels
 
 FILES_OF_THE_RUN = ("choices", "environment", "evaluation", "evictions", "wandb")
 """JSON files that a run folder has without an evaluation by hand."""
 TRUSTED = "your modules that the run names, such as [mypackage]; on the command line only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedRewardConfig:
+    """The reward of an evaluation, where it differs from the run's."""
+
+    accuracy: str | None = option(
+        None, "the function that gives right answers full score, or `environment`; null: as the run had it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +31,7 @@ class EvaluateConfig:
     budgets: tuple[int, ...] | None = option(
         None, "budgets of every policy, beside dense and the run's own; null: the run's", least=1
     )
-    policies: tuple[str, ...] | None = option(None, "eviction policies; null: the run's")
+    policies: tuple[str, ...] | None = option(None, "policies beside the run's cache; null: the run's")
     n_prompts: int | None = option(None, "held-out prompts; null: as the run had it", least=1)
     n_mismatch: int | None = option(
         None, "prompts on which the mismatch is measured; null: as the run had it", least=1
@@ -48,6 +57,7 @@ class EvaluateConfig:
         (), "such as [1,8]: the chance that one of k responses is right; each at most n_samples", least=1
     )
     level: Number = option(0.95, "probability with which an interval covers", above=0, below=1)
+    reward: EvaluatedRewardConfig = group(EvaluatedRewardConfig)
     kernels: Kernels | None = option(None, "as in fit; null: as the run had it")
     name: str = option("evaluate", "of the files in the run folder: NAME.json and NAME_samples.jsonl")
     trusted_modules: tuple[str, ...] = option((), TRUSTED)

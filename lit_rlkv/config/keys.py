@@ -65,7 +65,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
         if below and path.startswith("diagnostics.") and value is None:
             continue  # it is left out
         require(not below, f"{path}={value} takes the place of {below}; set one of these")
-        raise ConfigError(f"unknown key {path!r}: {suggestion(path, known)}")
+        raise ConfigError(f"unknown key {path!r}: {suggestion(path, known, value)}")
 
 
 def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -85,12 +85,12 @@ def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
             )
 
 
-def suggestion(key: str, known: Collection[str]) -> str:
+def suggestion(key: str, known: Collection[str], value: object = None) -> str:
     """Return the key that an unknown one may mean: of the same meaning, or spelt most like it."""
     elsewhere = keys_of_options()
     if key in elsewhere:
         return f"{elsewhere[key]} has it"
-    if names := same_meaning(key):
+    if names := same_meaning(key, value):
         return f"here it is {', '.join(names)}"
     by_name: dict[str, list[str]] = {}
     for one in sorted({*known, *elsewhere, *(each.rpartition(".")[0] for each in known)}):
@@ -100,14 +100,15 @@ def suggestion(key: str, known: Collection[str]) -> str:
     return f"did you mean {closest[0]!r}?" if closest else "docs/reference/config.md has all keys"
 
 
-def same_meaning(key: str) -> list[str]:
-    """Return the keys that do what a key of another package does, found by as many last names as it has."""
-    rows = [
-        (f".{one.partition('=')[0]}", ours)
-        for table in TABLES
-        for theirs, ours, _ in foreign_rows(table)
-        for one in theirs
-    ]
+def same_meaning(key: str, value: object = None) -> list[str]:
+    """Return the keys that do what a key of another package does, found by as many last names as it has.
+
+    A row that names the value too wins.
+    """
+    named = [(one, ours) for table in TABLES for theirs, ours, _ in foreign_rows(table) for one in theirs]
+    if exact := [ours for one, ours in named if one == f'{key.rpartition(".")[2]}="{value}"']:
+        return exact[0]
+    rows = [(f".{one.partition('=')[0]}", ours) for one, ours in named]
     parts = key.split(".")
     for start in range(len(parts)):
         end = "." + ".".join(parts[start:])

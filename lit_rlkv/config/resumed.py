@@ -114,6 +114,12 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
         f"{run_dir} holds a run with another config, which cannot change on resume; leave out what differs, "
         "or start another run in a folder of its own:"
     )
+    if "algorithm.n_iterations" in differences(saved, asked):
+        changed.append(
+            f"(under algorithm.lr_schedule={saved.algorithm.lr_schedule} all learning rates depend on their "
+            f"number, under constant they do not; to train on: python -m lit_rlkv.export ckpt={run_dir} "
+            "to=FOLDER, and a new run with model.path=FOLDER 'stages=[rl,eval]')"
+        )
     require(not changed, "\n  ".join([why, *changed]))
 
 
@@ -140,6 +146,8 @@ def differences(saved: DictConfig, asked: DictConfig) -> dict[str, tuple[Any, An
 def _decides(name: str, saved: DictConfig) -> bool:
     if name == "algorithm.n_iterations":  # the learning rate of the iterations so far may depend on it
         return bool(saved.algorithm.lr_schedule != "constant")
+    if name == "reward.accuracy":
+        return saved.algorithm.curriculum.decay is not None or saved.sft.on_policy_pairs.n_prompts > 0
     return name in DECIDES or name.partition(".")[0] not in MAY_CHANGE
 
 

@@ -272,8 +272,8 @@ class RewardConfig:
     functions: Node = option({}, "more scores by name, each a _target_ of lit_rlkv.rewards with a weight")
     accuracy: str | None = option(
         None,
-        "the function that evaluations count right answers by, or `environment`; null: the task's own score, "
-        "or the reward of the environment where only that has a weight",
+        "the function that evaluations count right answers by, or `environment`; null: the environment where "
+        "only it has a weight, else the task's own score, or without answers the only rewarded function",
     )
     max_failed: Number = option(
         0.5, "share of an iteration's responses whose reward may fail before the run ends", least=0, most=1

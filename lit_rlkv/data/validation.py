@@ -95,9 +95,10 @@ def solutions_below_full_score(
     *,
     on_progress: Callable[[int], object] = int,
 ) -> dict[str, list[str]]:
-    """Return the places of a user's rows whose solution scores below 1, by function that compares answers.
+    """Return the places of problems whose solution scores below 1, by function that compares answers.
 
-    Rows that show their answer alone, or nothing, have no solution of their own.
+    Problems without a solution are left out, and so are those that show their answer alone where the prompt
+    says behind which marker the function looks for it.
 
     Args:
         names: functions of `rewards` that the run asks.
@@ -105,14 +106,16 @@ def solutions_below_full_score(
     """
     compared = (ExactMatch, MathVerify, Numeric)
     low: dict[str, list[str]] = {name: [] for name in names if isinstance(rewards.functions[name], compared)}
-    rows = _problems(task, seed) if low and isinstance(task, UserTask) else iter(())
+    markers = {name: getattr(rewards.functions[name], "answer_after", None) for name in low}
+    rows = _problems(task, seed) if low else iter(())
     while chunk := [*islice(rows, _CHUNK)]:
-        own = [(place, row) for place, row in chunk if row.solution.strip() not in ("", row.answer)]
+        own = [(place, row) for place, row in chunk if row.solution.strip()]
         problems = [row for _, row in own]
         found = rewards.ask(problems, [row.solution for row in problems], [*low]).collect(warns=False)
         for name, places in low.items():
-            scores = found.scores[name].tolist()
-            places += [place for (place, _), score in zip(own, scores, strict=True) if not score >= 1]
+            for (place, row), score in zip(own, found.scores[name].tolist(), strict=True):
+                shown = prompt_text(row.prompt) if row.solution == row.answer else ""
+                places += [] if score >= 1 or (markers[name] or "\0") in shown else [place]
         on_progress(len(chunk))
     return {name: places for name, places in low.items() if places}
 

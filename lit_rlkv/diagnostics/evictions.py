@@ -1,6 +1,7 @@
 """Statistics of evictions: retained keys, lifetimes, affected tokens, dense attention on evicted keys."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -76,10 +77,10 @@ def retained_fraction(
     return mean(of_queries, is_query), mean(of_last, is_last)
 
 
-def affected_fraction(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> Float[Tensor, ""]:
-    """Return the share of response tokens whose query missed a key in some layer and KV head.
+def misses_keys(rollout: Rollout) -> Bool[Tensor, "batch seq"]:
+    """True on queries of response tokens that missed a key in some layer and KV head.
 
-    Only these can differ from the tokens of a policy with all keys. The result covers all `ranks`.
+    Only these tokens can differ from those of a policy with all keys.
     """
     first = torch.stack(
         [
@@ -88,9 +89,17 @@ def affected_fraction(rollout: Rollout, ranks: Ranks = SINGLE_PROCESS) -> Float[
         ]
     ).amin(dim=0)
     column = torch.arange(rollout.evicted_at.shape[-1], device=first.device)
-    is_affected = response_queries(rollout.response_mask) & (column >= first[:, None])
-    n_tokens = ranks.all_reduce_sum(rollout.response_mask.sum()).clamp(min=1)
-    return ranks.all_reduce_sum(is_affected.sum()) / n_tokens
+    return response_queries(rollout.response_mask) & (column >= first[:, None])
+
+
+def affected_shares(
+    rollout: Rollout, all_reduce_sum: Callable[[Tensor], Tensor] = SINGLE_PROCESS.all_reduce_sum
+) -> dict[str, float]:
+    """Return the shares of response tokens, and of responses, whose queries missed keys, over all ranks."""
+    misses = misses_keys(rollout)
+    counts = [of.sum() for mask in (misses, rollout.response_mask) for of in (mask, mask.any(dim=1))]
+    tokens, rows, n_tokens, n_rows = all_reduce_sum(torch.stack(counts)).tolist()
+    return {"kv/affected": tokens / max(n_tokens, 1), "kv/affected_rows": rows / max(n_rows, 1)}
 
 
 def cached_keys(rollout: Rollout, layer: int) -> Int[Tensor, "batch kv_head seq"]:

@@ -5,7 +5,7 @@ from itertools import groupby
 from math import comb
 from statistics import fmean
 
-from lit_rlkv.evaluation.evaluator import ScoredResponse
+from lit_rlkv.evaluation.evaluator import ScoredResponse, is_right
 from lit_rlkv.evaluation.intervals import clustered_share, mean_interval
 from lit_rlkv.evaluation.results import CacheEstimates, IntervalEstimate
 
@@ -26,14 +26,8 @@ def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
     return (n_sets - comb(n_samples - n_right, k)) / n_sets
 
 
-RIGHT = 1.0
-"""Lowest score that counts as correct for pass@k; accuracy is the mean score."""
-
-
 def estimate(samples: Sequence[ScoredResponse], ks: Sequence[int], *, level: float) -> CacheEstimates:
-    """Return accuracy, length and pass@k of the samples of one cache, with intervals over problems.
-
-    The interval of a score beyond 0 to 1 is that of a mean, as for lengths.
+    """Return accuracy, reward, length and pass@k of the samples of one cache, with intervals over problems.
 
     Raises:
         ValueError: a k is larger than the number of samples of a problem.
@@ -44,13 +38,14 @@ def estimate(samples: Sequence[ScoredResponse], ks: Sequence[int], *, level: flo
     n_samples = len(by_problem[0])
 
     def passing(k: int) -> IntervalEstimate:
-        shares = [pass_at_k(len(group), sum(s.score >= RIGHT for s in group), k) for group in by_problem]
+        shares = [pass_at_k(len(group), sum(map(is_right, group)), k) for group in by_problem]
         return clustered_share(shares, n_samples, level)
 
-    scores = [fmean(s.score for s in group) for group in by_problem]
-    are_shares = all(0 <= s.score <= 1 for s in samples)
+    given = [[s.reward for s in group if s.reward is not None] for group in by_problem]
+    rewards = [fmean(group) for group in given if group]
     return CacheEstimates(
-        accuracy=clustered_share(scores, n_samples, level) if are_shares else mean_interval(scores, level),
+        accuracy=None if samples[0].score is None else passing(1),
+        reward=mean_interval(rewards, level) if rewards else None,
         mean_length=mean_interval([fmean(s.n_tokens for s in group) for group in by_problem], level),
         pass_at_k={k: passing(k) for k in ks},
     )

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
+from lit_rlkv.config.schema import EvaluationConfig, RewardConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import decode_completions
+from lit_rlkv.diagnostics.evictions import misses_keys
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.evaluation.results import EvalRow
-from lit_rlkv.experience.reward import RewardsFailedError
+from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, scored
 from lit_rlkv.experience.sample import encode_problems, sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
@@ -25,14 +25,14 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.non_finite import NonFiniteError
 from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.rewards import RewardManager, score
-from lit_rlkv.rewards.verifier import MAX_SCORE
+from lit_rlkv.rewards import RewardManager
+from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE
 from lit_rlkv.rng import stream
 from lit_rlkv.tasks import Task
 from lit_rlkv.types import Problem, Rollout, prompt_text
 
-Accuracy = Callable[[Sequence[Problem], Sequence[str]], Float[Tensor, " batch"]]
-"""Maps completions to scores from 0 to 1 (1.0 is correct); NaN if scoring failed."""
+RIGHT = 1.0
+"""Lowest score of a response that counts as correct."""
 
 
 def caches_to_evaluate(
@@ -41,7 +41,7 @@ def caches_to_evaluate(
     """Return an exact dense cache, then each policy at each budget, with the run's dtype.
 
     Args:
-        own: cache of the run; its budget is evaluated, too.
+        own: cache of the run, which is evaluated too, and its budget with the other policies.
         policies: eviction policies; None: the run's.
 
     Raises:
@@ -55,22 +55,9 @@ def caches_to_evaluate(
         for budget in sorted({*budgets, own.budget}, reverse=True)
         if policy != DENSE
     ]
-    rounded = [replace(CacheSpec.dense(), dtype=own.dtype)] if DENSE in chosen else []
-    return list(dict.fromkeys([CacheSpec.dense(), *rounded, *sparse]))
-
-
-def accuracy_of(task: Task, rewards: RewardManager | None = None, function: str | None = None) -> Accuracy:
-    """Return the accuracy by the task's own score, or by a reward function."""
-
-    def own(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
-        return score(task.score, problems, completions).total
-
-    def by_function(problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
-        assert rewards is not None
-        assert function is not None
-        return rewards.ask(problems, completions, [function]).collect().scores[function]
-
-    return own if function is None else by_function
+    rounded = [replace(CacheSpec.dense(), dtype=own.dtype)] if own.is_dense or DENSE in chosen else []
+    trained = [] if own.is_dense or own in sparse else [own]
+    return list(dict.fromkeys([CacheSpec.dense(), *rounded, *trained, *sparse]))
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,15 @@ class ScoredResponse:
     answer: str
     completion: str
     n_tokens: int
-    score: float
+    score: float | None
+    """By which it counts as correct; 0 where scoring failed, None where nothing says what is correct."""
+    reward: float | None
+    """Weighted sum of the components of the reward; None if one failed."""
+
+
+def is_right(sample: ScoredResponse) -> bool:
+    """True if a response has full score."""
+    return sample.score is not None and sample.score >= RIGHT
 
 
 @dataclass(frozen=True)
@@ -107,9 +102,9 @@ class _Answered:
 
     number: int
     samples: list[ScoredResponse]
-    score: float
-    """Sum over the samples; those without a score count 0."""
     n_failed: int
+    n_affected: int
+    """Responses that lost keys."""
     learned: float
     """Sum of the reward role's scores."""
     kv_bytes: int
@@ -121,18 +116,17 @@ class Evaluator:
     Ranks share the batches, and rank 0 measures the mismatch; every rank gets the result.
 
     Args:
-        task: task whose score is the accuracy, unless `accuracy` is given.
         problems: problems, the same on every rank.
         config: prompts, and how the responses that are scored are sampled; greedy decoding has no log-probs,
             so mismatch and replay gap are measured on responses sampled as in `rollout`.
-        accuracy: function that scores completions; None: the task's score.
+        accuracy: component of the reward by which responses count as correct; None: there is no accuracy.
+        rule: components of the reward and their weights; None: the task's score alone.
+        rewards: reward functions, of which those with a weight and the one of the accuracy are asked.
         n_samples: responses to each prompt.
-        max_failed: largest share of completions of a cache without a score.
         ranks: the ranks that share the work.
         batch_size: most responses sampled at a time.
         tokens_per_pass: most tokens of a forward, padding included.
         environments: answer the turns of responses, of which the last is scored; None: there is one turn.
-        is_environment_score: the score is the environment's reward, the sum over the turns, instead.
     """
 
     def __init__(
@@ -144,18 +138,21 @@ class Evaluator:
         config: EvaluationConfig,
         rollout: RolloutConfig,
         seed: int,
-        accuracy: Accuracy | None = None,
+        accuracy: str | None = EXACT_MATCH,
+        rule: RewardRule | None = None,
+        rewards: RewardManager | None = None,
         n_samples: int = 1,
-        max_failed: float | int = 0.5,
         ranks: Ranks = SINGLE_PROCESS,
         batch_size: int = 512,
         tokens_per_pass: int = TOKENS_PER_PASS,
         environments: EnvironmentPool | None = None,
-        is_environment_score: bool = False,
     ) -> None:
         self.roles = roles
         self.tokenizer = tokenizer
-        self.accuracy = accuracy or accuracy_of(task)
+        self.task = task
+        self.accuracy = accuracy
+        self.rule = rule or RewardRule(RewardConfig(verifier=1.0))
+        self.rewards = rewards or RewardManager({})
         self.problems = problems
         self.config = config
         self.rollout = rollout
@@ -169,12 +166,10 @@ class Evaluator:
         )
         self.seed = seed
         self.n_samples = n_samples
-        self.max_failed = max_failed
         self.ranks = ranks
         self.batch_size = batch_size
         self.tokens_per_pass = tokens_per_pass
         self.environments = environments
-        self.is_environment_score = is_environment_score
 
     @property
     def n_tokens(self) -> int:
@@ -195,7 +190,7 @@ class Evaluator:
         Raises:
             NonFiniteError: the policy has diverged.
             MemoryExhaustedError: too little memory; the message names settings to lower.
-            RewardsFailedError: more completions than `max_failed` allows have no score.
+            RewardsFailedError: more completions than `reward.max_failed` allows have no score.
         """
         at_once = self.batch_size
         with explain_out_of_memory(
@@ -223,17 +218,18 @@ class Evaluator:
             )
         samples = [sample for batch in batches for sample in batch.samples]
         samples.sort(key=lambda sample: (sample.problem, sample.sample))
-        n_failed = sum(batch.n_failed for batch in batches)
-        if n_failed > self.max_failed * n_scored:
+        n_failed, max_failed = sum(batch.n_failed for batch in batches), self.rule.config.max_failed
+        if n_failed > max_failed * n_scored:
             raise RewardsFailedError(
                 f"{n_failed} of {n_scored} completions have no score, more than reward.max_failed="
-                f"{self.max_failed} allows; see fit.log for the errors of reward.accuracy or of the "
+                f"{max_failed} allows; see fit.log for the errors of reward.accuracy or of the "
                 f"environment, or scale the task's score, a number of size at most {MAX_SCORE:g}"
             )
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
         row = EvalRow(
             cache=cache.label,
             budget=None if cache.is_dense else cache.budget,
-            accuracy=sum(batch.score for batch in batches) / n_scored,
+            accuracy=None if self.accuracy is None else sum(map(is_right, samples)) / n_scored,
             n_problems=n,
             mean_length=sum(sample.n_tokens for sample in samples) / n_scored,
             kv_bytes=max(batch.kv_bytes for batch in batches),
@@ -242,6 +238,8 @@ class Evaluator:
             learned_reward=(
                 sum(batch.learned for batch in batches) / n_scored if "reward" in self.roles.needed else None
             ),
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            affected=sum(batch.n_affected for batch in batches) / n_scored,
         )
         return CacheScore(row, samples, rollout)
 
@@ -278,26 +276,35 @@ class Evaluator:
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         asked = [self.problems[problem] for problem, _ in places]
-        if talk is not None and self.is_environment_score:
-            scores = talk.returns
-        else:
-            scores = self.accuracy(asked, completions)
+        functions = self.rule.functions.items()
+        names = [name for name, function in functions if function.weight != 0 or name == self.accuracy]
+        learned = self._scores(rollout, "reward").float().cpu() if "reward" in self.roles.needed else None
+        pending = self.rewards.ask(asked, completions, names)
+        talks = [] if talk is None else [talk]
+        components, _ = scored(self.task, asked, completions, pending, learned, talks)
+        rewards = self.rule.weighted(components)
+        scores = rewards if self.accuracy is None else components[self.accuracy]
         if talk is not None:  # a response whose environment failed has no score
-            scores = scores.masked_fill(talk.returns.isnan().to(scores.device), torch.nan)
+            scores = scores.masked_fill(talk.returns.isnan(), torch.nan)
         lengths = rollout.response_mask.sum(dim=1).tolist()
-        n_failed = int(scores.isnan().sum())
-        scores = scores.nan_to_num(nan=0.0)
+        shown = [None] * len(asked) if self.accuracy is None else scores.nan_to_num(nan=0.0).tolist()
+        given = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
         samples = [
             ScoredResponse(
-                cache.label, *place, prompt_text(problem.prompt), problem.answer, completion, n_tokens, score
+                cache.label, *place, prompt_text(problem.prompt), problem.answer, completion, n_tokens, *score
             )
             for place, problem, completion, n_tokens, score in zip(
-                places, asked, completions, lengths, scores.tolist(), strict=True
+                places, asked, completions, lengths, zip(shown, given, strict=True), strict=True
             )
         ]
-        has_reward = "reward" in self.roles.needed
-        learned = float(self._scores(rollout, "reward").sum()) if has_reward else 0.0
-        return _Answered(number, samples, float(scores.sum()), n_failed, learned, rollout.kv_bytes)
+        return _Answered(
+            number,
+            samples,
+            n_failed=int(scores.isnan().sum()),
+            n_affected=int(misses_keys(rollout).any(dim=1).sum()),
+            learned=0.0 if learned is None else float(learned.sum()),
+            kv_bytes=rollout.kv_bytes,
+        )
 
     def _batches(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the problems [start, stop) of each batch and their samples [first, last).

@@ -82,8 +82,9 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> IntervalEstim
 
 
 def accuracy_interval(row: EvalRow) -> IntervalEstimate | None:
-    """Return the 95% interval of an accuracy; None for one beyond 0 to 1, which is no share."""
-    return wilson(row.accuracy, row.n_problems) if 0 <= row.accuracy <= 1 and row.n_problems else None
+    """Return the 95% interval of an accuracy; None without one, or beyond 0 to 1, as in older files."""
+    share = -1 if row.accuracy is None else row.accuracy
+    return wilson(share, row.n_problems) if 0 <= share <= 1 and row.n_problems else None
 
 
 def t_level(t: float, n_free: int) -> float:

@@ -14,7 +14,8 @@ class EvalRow:
     """Name of the cache: "dense", or policy and size."""
     budget: int | None
     """Keys kept per sequence, layer and KV head; None: all."""
-    accuracy: float
+    accuracy: float | None
+    """Share of responses with full score; None where nothing says what is correct."""
     n_problems: int
     mean_length: float
     """Tokens per response."""
@@ -30,6 +31,10 @@ class EvalRow:
     """max |log π(shadow) − log μ| over all response tokens: rounding error if replay is exact."""
     learned_reward: float | None = None
     """Mean score of the reward role; None without one."""
+    reward: float | None = None
+    """Mean reward, as of training's rollouts; None if every reward failed, and in older files."""
+    affected: float | None = None
+    """Share of responses that lost keys; None in older files."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,10 @@ class IntervalEstimate:
 class CacheEstimates:
     """Means over the problems, with their intervals."""
 
-    accuracy: IntervalEstimate
+    accuracy: IntervalEstimate | None
+    """None where nothing says what is correct."""
+    reward: IntervalEstimate | None
+    """None if every reward failed."""
     mean_length: IntervalEstimate
     """Tokens per response."""
     pass_at_k: dict[int, IntervalEstimate]

@@ -297,7 +297,9 @@ class RolloutDataModule(L.LightningDataModule):
         curriculum = self.source.curriculum
         if curriculum is None:
             return {}
-        scores = rewards.components[accuracy_component(self.reward.config)]
+        name = accuracy_component(self.reward.config, self.reward.functions, self.task)
+        assert name is not None
+        scores = rewards.components[name]
         rates = scores.clamp(0, 1).view(len(problems), -1).nanmean(dim=1).tolist()
         found = [(problem.prompt, rate) for problem, rate in zip(problems, rates, strict=True)]
         curriculum.update(each for each in self.ranks.all_gather_object(found) if not math.isnan(each[1]))

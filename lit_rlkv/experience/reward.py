@@ -25,11 +25,23 @@ OWN = (EXACT_MATCH, "learned", ENVIRONMENT)
 """Components that are not reward functions: of the task's verifier, the reward role and an environment."""
 
 
-def accuracy_component(config: RewardConfig) -> str:
-    """Return the component of the reward by which evaluations count right answers."""
+def accuracy_component(
+    config: RewardConfig, functions: Mapping[str, RewardFunction], task: Task
+) -> str | None:
+    """Return the component of the reward that gives right answers full score; None if nothing says which."""
     if config.accuracy is not None:
         return config.accuracy
-    return ENVIRONMENT if config.environment != 0 and config.verifier == 0 else EXACT_MATCH
+    if config.environment != 0 and config.verifier == 0:
+        return ENVIRONMENT
+    if task.is_verifiable:
+        return EXACT_MATCH
+    rewarded = rewarding(functions)
+    return rewarded[0] if len(rewarded) == 1 else None
+
+
+def rewarding(functions: Mapping[str, RewardFunction]) -> list[str]:
+    """Return the names of the functions with a positive weight."""
+    return [name for name, function in functions.items() if function.weight > 0]
 
 
 class RewardsFailedError(OneLineError, RuntimeError):
@@ -101,17 +113,8 @@ class RewardRule:
             n_tokens: lengths of the responses, observations included.
             on_progress: called with the number of further answers of reward functions.
         """
-        components: dict[str, Tensor] = {}
-        if task.is_verifiable:
-            components |= score(task.score, problems, completions).components
-        if learned is not None:
-            components["learned"] = bounded(learned)
-        answers = pending.collect(on_progress=on_progress)
-        components |= answers.scores
-        said = [("environment", error) for talk in talks for error in talk.errors.values()][:1]
-        if talks:
-            components[ENVIRONMENT] = torch.cat([talk.returns for talk in talks])
-        errors = dict(ranks.all_gather_object([*answers.errors.items(), *said]))
+        components, errors = scored(task, problems, completions, pending, learned, talks, on_progress)
+        errors = dict(ranks.all_gather_object([*errors.items()]))
         gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}
         rewards = self(gathered, ranks.all_gather(has_eos), group_size, errors, ranks.all_gather(n_tokens))
         return rewards.rows(ranks.local_rows(len(problems)))
@@ -138,12 +141,8 @@ class RewardRule:
             ValueError: a component with a weight is missing.
             RewardsFailedError: more responses failed than `max_failed` allows.
         """
-        config = self.config
-        parts = [weight * components[name] for name, weight in self._weights(components).items()]
-        weighted = sum(parts[1:], start=parts[0])
-        is_failed = bounded(weighted).isnan()
-        if ENVIRONMENT in components:
-            is_failed = is_failed | components[ENVIRONMENT].isnan()
+        config, weighted = self.config, self.weighted(components)
+        is_failed = weighted.isnan()
         check_failed(is_failed, errors or {}, config.max_failed)
         weighted = weighted.masked_fill(is_failed, 0.0)
         total = weighted.clone()
@@ -163,6 +162,13 @@ class RewardRule:
         can_fail = bool(self.functions) or ENVIRONMENT in components or bool(is_failed.any())
         return Rewards(total, dict(components), is_failed if can_fail else None, weighted)
 
+    def weighted(self, components: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, " batch"]:
+        """Return the weighted sums of the components; NaN for responses without a reward."""
+        parts = [weight * components[name] for name, weight in self._weights(components).items()]
+        found = bounded(sum(parts[1:], start=parts[0]))
+        failed = components.get(ENVIRONMENT, found).isnan()
+        return found.masked_fill(failed, float("nan"))
+
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Return the non-zero weights by component."""
         config = self.config
@@ -181,6 +187,29 @@ class RewardRule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.moments.load_state_dict(state_dict)
+
+
+def scored(
+    task: Task,
+    problems: Sequence[Problem],
+    completions: Sequence[str],
+    pending: PendingRewards,
+    learned: Float[Tensor, " batch"] | None = None,
+    talks: Sequence[TextConversations] = (),
+    on_progress: Callable[[int], object] = lambda n_answers: None,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the components of the rewards, and the errors of those that failed, as `from_completions`."""
+    components: dict[str, Tensor] = {}
+    if task.is_verifiable:
+        components |= score(task.score, problems, completions).components
+    if learned is not None:
+        components["learned"] = bounded(learned)
+    answers = pending.collect(on_progress=on_progress)
+    components |= answers.scores
+    if talks:
+        components[ENVIRONMENT] = torch.cat([talk.returns for talk in talks])
+    said = [(ENVIRONMENT, error) for talk in talks for error in talk.errors.values()][:1]
+    return components, {**answers.errors, **dict(said)}
 
 
 def overlong_share(

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxtyping import Bool
+from torch import Tensor
+
 from lit_rlkv.checks import Range
 from lit_rlkv.kernels.rounding import ROUNDINGS
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
@@ -155,6 +158,15 @@ class CacheSpec:
                 f"cache.policy={self.policy_name} must draw the survivors of rollouts to be trained, and its "
                 "draws is false; give samples=True, or set draws to the samples that the constructor takes"
             )
+
+    def explain_no_evictions(self, prefix: str, attention_mask: Bool[Tensor, "batch seq"]) -> str:
+        """Return the warning for a rollout that lost no key; `prefix` is that of the settings' names."""
+        longest, beside = int(attention_mask.sum(dim=1).max()), " after the prompt" * self.protect_prompt
+        return (
+            f"nothing was evicted in the first rollout, whose longest row has {longest} tokens: "
+            f"{prefix}budget={self.budget} with {prefix}interval={self.interval} keeps all of them{beside}; "
+            f"lower the budget, or use {prefix}policy=dense"
+        )
 
     def n_slots(self, seq_len: int, n_prompt: int = 0, budget: int | None = None) -> int:
         """Return the slots per sequence, layer and KV head.

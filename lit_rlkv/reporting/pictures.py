@@ -105,7 +105,7 @@ def _plans(report: RunReport) -> Iterator[Plan]:
         history = report.sft_history if section == SFT else report.history
         for one in _logged_curves(section, [history]):
             yield section, one.title, one.caption, partial(curves.draw_metrics, one, history)
-    if report.before or report.after:
+    if any(row.accuracy is not None for row in (*report.before, *report.after)):
         yield (
             EVALUATION,
             "Accuracy against budget",

@@ -34,6 +34,8 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
         of_budget = _rows(report, budget)
         for cache in dict.fromkeys(row.cache for row in of_budget):
             rows = [row for row in of_budget if row.cache == cache]
+            if rows[-1].accuracy is None:
+                continue
             notes = [f"was {percent(rows[0].accuracy)}"] if len(rows) > 1 else []
             if interval := accuracy_interval(rows[-1]):
                 notes.append(f"95% interval {100 * interval.low:.1f}–{100 * interval.high:.1f}")

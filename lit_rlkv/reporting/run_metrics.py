@@ -46,6 +46,8 @@ FINAL_METRICS = (
     "eval/dense_accuracy",
     "eval/accuracy_gain",
     "eval/dense_accuracy_gain",
+    "eval/reward",
+    "eval/dense_reward",
     "eval/kl",
     "eval/kv_bytes",
     "eval/learned_reward",
@@ -56,23 +58,21 @@ FINAL_METRICS = (
 def final_metrics(before: Sequence[EvalRow], after: Sequence[EvalRow], cache: str) -> dict[str, float]:
     """Return the results of the evaluation at the end of a run; empty if there was none.
 
-    `eval/accuracy`, `eval/kl`, `eval/kv_bytes` and `eval/learned_reward` are under the run's own cache,
-    `eval/dense_accuracy` is under a dense cache. A gain is the accuracy after minus before training, if both
-    were measured.
+    `eval/dense_accuracy` and `eval/dense_reward` are under a dense cache, the others under the run's own. A
+    gain is the accuracy after minus before training, if both were measured.
 
     Args:
         cache: name of the run's own cache.
     """
-    found: dict[str, float] = {}
-    for accuracy, under in (("eval/accuracy", cache), ("eval/dense_accuracy", "dense")):
+    found: dict[str, float | None] = {}
+    for prefix, under in (("eval/", cache), ("eval/dense_", "dense")):
         row, earlier = (next((r for r in rows if r.cache == under), None) for rows in (after, before))
         if row is None:
             continue
-        found[accuracy] = row.accuracy
-        if earlier is not None:
-            found[f"{accuracy}_gain"] = row.accuracy - earlier.accuracy
-        if accuracy == "eval/accuracy":
+        found |= {f"{prefix}accuracy": row.accuracy, f"{prefix}reward": row.reward}
+        if earlier is not None and row.accuracy is not None and earlier.accuracy is not None:
+            found[f"{prefix}accuracy_gain"] = row.accuracy - earlier.accuracy
+        if under == cache:
             found |= {"eval/kl": row.kl, "eval/kv_bytes": float(row.kv_bytes)}
-            if row.learned_reward is not None:
-                found["eval/learned_reward"] = row.learned_reward
-    return {name: found[name] for name in FINAL_METRICS if name in found}
+            found["eval/learned_reward"] = row.learned_reward
+    return {name: value for name in FINAL_METRICS if (value := found.get(name)) is not None}

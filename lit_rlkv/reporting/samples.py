@@ -44,7 +44,7 @@ class Samples(RLCallback):
         every_n_iterations: int = 10,
         n: int = 3,
         console: Console | None = None,
-        accuracy: str = EXACT_MATCH,
+        accuracy: str | None = EXACT_MATCH,
         resumed_at: int = 0,
     ) -> None:
         self.path = run_dir / SAMPLES
@@ -69,10 +69,10 @@ def _lines(samples: Sequence[LoggedSample]) -> str:
     return "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
 
 
-def draw_samples(experience: Experience, n: int, accuracy: str = EXACT_MATCH) -> list[LoggedSample]:
+def draw_samples(experience: Experience, n: int, accuracy: str | None = EXACT_MATCH) -> list[LoggedSample]:
     """Return the first response to each of the first `n` prompts."""
     rewards = experience.rewards.scores.tolist()
-    scores = experience.rewards.components.get(accuracy)
+    scores = None if accuracy is None else experience.rewards.components.get(accuracy)
     texts = experience.transcripts or experience.completions
     known = [math.nan] * len(rewards) if scores is None else scores.tolist()
     rows = range(0, len(rewards), experience.group_size)[:n]

@@ -33,7 +33,7 @@ def evaluation_cells(
         {
             "Cache": row.cache,
             name: evaluation,
-            "Accuracy": accuracy_cell(row) if with_intervals else f"{row.accuracy:.3f}",
+            **_quality(row, with_intervals=with_intervals),
             **_costs(row, rows),
         }
         for evaluation, rows in evaluations.items()
@@ -54,11 +54,23 @@ def _costs(row: EvalRow, rows: Sequence[EvalRow]) -> dict[str, str]:
     reward = {} if row.learned_reward is None else {"Learned reward": f"{row.learned_reward:.2f}"}
     return {
         "KV bytes": human_bytes(row.kv_bytes),
-        "of dense": share_of_dense(row, rows),
+        "of dense": "evicts nothing" if evicts_nothing(row) else share_of_dense(row, rows),
         "KL": f"{row.kl:z.4f}",
         "Replay gap": f"{row.replay_gap:.1e}",
         **reward,
     }
+
+
+def evicts_nothing(row: EvalRow) -> bool:
+    """True if an evicting cache kept all keys of all responses."""
+    return row.budget is not None and row.affected == 0
+
+
+def _quality(row: EvalRow, *, with_intervals: bool) -> dict[str, str]:
+    """Return accuracy and mean reward, as far as they are known, by their headings."""
+    accuracy = accuracy_cell(row) if with_intervals else f"{row.accuracy or 0.0:.3f}"
+    found = {} if row.accuracy is None else {"Accuracy": accuracy}
+    return found if row.reward is None else {**found, "Reward": f"{row.reward:.3f}"}
 
 
 def accuracy_cell(row: EvalRow) -> str:
@@ -68,9 +80,9 @@ def accuracy_cell(row: EvalRow) -> str:
     return percent(row.accuracy) + shown
 
 
-def percent(share: float | int) -> str:
+def percent(share: float | int | None) -> str:
     """Return a share as a percentage, such as 81.0%."""
-    return f"{share:.1%}"
+    return ABSENT if share is None else f"{share:.1%}"
 
 
 def share_of_dense(row: EvalRow, rows: Sequence[EvalRow]) -> str:
@@ -139,9 +151,10 @@ def score_table(scored: Sequence[tuple[EvalRow, CacheEstimates]], level: float) 
 
 
 def _scores(found: CacheEstimates) -> dict[str, str]:
-    """Return accuracy, pass@k and length with their intervals, by their headings."""
+    """Return accuracy, reward, pass@k and length with their intervals, by their headings."""
+    shares = {"Accuracy": found.accuracy, "Reward": found.reward}
     return {
-        "Accuracy": _with_interval(found.accuracy, 3),
+        **{name: _with_interval(share, 3) for name, share in shares.items() if share is not None},
         **{f"pass@{k}": _with_interval(estimate, 3) for k, estimate in found.pass_at_k.items()},
         "Tokens": _with_interval(found.mean_length, 1),
     }

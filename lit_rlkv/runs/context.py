@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
+from jaxtyping import Float
 from lightning.fabric import Fabric
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -36,18 +38,18 @@ from lit_rlkv.data.validation import (
 )
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.environments.conversations import EnvironmentPool
-from lit_rlkv.evaluation.evaluator import Accuracy, accuracy_of
-from lit_rlkv.experience.reward import OWN, accuracy_component
+from lit_rlkv.experience.reward import OWN
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.reporting.progress import QUIET_S, track
-from lit_rlkv.rewards import RewardManager
+from lit_rlkv.rewards import RewardManager, score
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
 from lit_rlkv.runs.preflight import CheckedConfig
 from lit_rlkv.tasks import Task, UserTask
 from lit_rlkv.tasks.rows import N_REPORTED
+from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 10.0
@@ -86,11 +88,12 @@ class RunContext:
         """True if the layers of backbones are sharded over the ranks."""
         return isinstance(self.fabric.strategy, ShardedStrategy)
 
-    @property
-    def accuracy(self) -> Accuracy:
-        """The function that decides if a response is correct, unless an environment's reward does."""
-        name = accuracy_component(self.cfg.reward)
-        return accuracy_of(self.task, self.rewards, None if name in OWN else name)
+    def verified(self, problems: Sequence[Problem], completions: Sequence[str]) -> Float[Tensor, " batch"]:
+        """Return the scores of completions by the task, or by the reward function of the accuracy."""
+        name = self.cfg.accuracy
+        if name is None or name in OWN:
+            return score(self.task.score, problems, completions).total
+        return self.rewards.ask(problems, completions, [name]).collect().scores[name]
 
 
 def pretrained_path(path: str | None, runs_dir: str, key: str = "model.path") -> str | None:
@@ -211,16 +214,18 @@ def _measured(
 def check_reward_functions(context: RunContext) -> None:
     """Score the worked solution of one problem with each reward function, to find its errors early.
 
-    Warns of rows of a user's data whose solutions get less than full score.
+    Warns of problems whose solutions get less than full score, or no reward at all.
 
     Raises:
-        ConfigError: a function cannot score a row of the task, or does not return a number.
+        ConfigError: a function cannot score a row of the task, does not return a number, or is the reward and
+            gives 0 to all solutions that SFT is to teach.
     """
     cfg, rewards = context.cfg, context.rewards
     with as_config_errors("task"):
         check_answers(context.task, rewards.functions, cfg.seed)
         problems = PromptSource(context.task, split="train", seed=cfg.seed).take(1)
-    names = [name for name in rewards.functions if "rl" in cfg.stages or name == cfg.reward.accuracy]
+    functions = rewards.functions.items() if {"rl", "eval"} & {*cfg.stages} else ()
+    names = [name for name, each in functions if "rl" in cfg.stages or each.weight or name == cfg.accuracy]
     with as_config_errors("reward.functions"):
         answers = rewards.ask(problems, [problem.solution for problem in problems], names).collect(
             warns=False
@@ -230,15 +235,23 @@ def check_reward_functions(context: RunContext) -> None:
         raise ConfigError(
             f"reward.functions.{name} has no score for a worked solution of {context.task}: {error}"
         )
-    if context.fabric.is_global_zero and isinstance(context.task, UserTask):
-        with track("score solution of row", len(context.task), quiet_s=QUIET_S) as advance:
-            low = solutions_below_full_score(context.task, rewards, names, cfg.seed, on_progress=advance)
-        for name, places in low.items():
-            log.warning(
-                "reward.functions.%s gives less than full score to the solutions of %d of %d rows, the first "
-                "are %s; fix them or drop the rows, as responses like them are not rewarded",
-                name,
-                len(places),
-                len(context.task),
-                ", ".join(places[:N_REPORTED]),
-            )
+    n_rows = len(context.task) if isinstance(context.task, UserTask) else N_CHECKED
+
+    def score_solutions() -> dict[str, list[str]]:
+        with track("score solution of row", n_rows, quiet_s=QUIET_S) as advance:
+            return solutions_below_full_score(context.task, rewards, names, cfg.seed, on_progress=advance)
+
+    for name, places in broadcast_from_rank_zero(context.fabric, score_solutions).items():
+        function = rewards.functions[name]
+        marker = getattr(function, "answer_after", None)
+        said = (
+            f"reward.functions.{name} gives less than full score to the solutions of {len(places)} of "
+            f"{n_rows} rows, the first are {', '.join(places[:N_REPORTED])}; fix them or drop the rows, as "
+            "responses like them are not rewarded"
+        )
+        if marker is not None:
+            said += f" (it reads what follows {marker!r}: reward.functions.{name}.answer_after)"
+        others = cfg.reward.verifier or cfg.reward.learned or cfg.reward.environment or function.weight <= 0
+        require("sft" not in cfg.stages or len(places) < n_rows or bool(others), said)
+        if context.fabric.is_global_zero:
+            log.warning(said)

@@ -29,9 +29,11 @@ TEMPLATE = Template(CARD, trim_blocks=True, keep_trailing_newline=True, undefine
 COLUMNS = {
     "cache": "cache",
     "accuracy": "accuracy",
+    "reward": "reward",
     "n_problems": "problems",
     "mean_length": "tokens",
     "kv_bytes": "KV bytes",
+    "affected": "rows that lost keys",
     "kl": "KL(μ ‖ dense)",
     "replay_gap": "replay gap",
     "learned_reward": "learned reward",

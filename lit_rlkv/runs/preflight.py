@@ -21,7 +21,7 @@ from lit_rlkv.environments import Environment
 from lit_rlkv.evaluation.evaluator import caches_to_evaluate
 from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.budget_control import BudgetController
-from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule, accuracy_component
+from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule, accuracy_component, rewarding
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.scorer import KVShape
 from lit_rlkv.models.heads import ScalarHead
@@ -31,7 +31,6 @@ from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.objectives.kl import MAX_ERROR
 from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 from lit_rlkv.rewards import RewardFunction
-from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.tasks import FiniteTask, Task
 from lit_rlkv.tasks.json_rows import reading_progress
 
@@ -70,6 +69,11 @@ class CheckedConfig(Config):
     parts: Parts = field(kw_only=True, repr=False, compare=False)
 
     @property
+    def accuracy(self) -> str | None:
+        """Component of the reward by which responses count as correct; None if nothing says which are."""
+        return accuracy_component(self.reward, self.parts.reward_functions, self.parts.task)
+
+    @property
     def needed_roles(self) -> set[str]:
         """Roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
         needed = set(self.parts.advantage.needs)
@@ -102,6 +106,8 @@ def build_and_check(config: Config) -> CheckedConfig:
     _check_evictions(checked)
     _check_minibatches(checked)
     _check_verifier(checked)
+    if "eval" in config.stages:
+        check_accuracy(checked)
     _check_curriculum(checked)
     if "sft" in config.stages:  # otherwise the model exists, and is checked when the roles are made
         has_head, is_apart = config.sft.trains_reward_head, not config.sft.joint
@@ -364,6 +370,16 @@ def _check_verifier(cfg: CheckedConfig) -> None:
     )
 
 
+def check_accuracy(cfg: CheckedConfig) -> None:
+    """Raise a ConfigError if an evaluation would have to choose between reward functions."""
+    names = rewarding(cfg.parts.reward_functions)
+    require(
+        cfg.accuracy is not None or len(names) < 2,
+        f"reward.accuracy=null: {cfg.parts.task} verifies no answers, so evaluations must know by which of "
+        f"{', '.join(names)} a response is correct; set reward.accuracy={''.join(names[:1])}",
+    )
+
+
 def _check_curriculum(cfg: CheckedConfig) -> None:
     """Check that problems return, and that their responses have a success."""
     decay, task = cfg.algorithm.curriculum.decay, cfg.parts.task
@@ -375,7 +391,7 @@ def _check_curriculum(cfg: CheckedConfig) -> None:
         "problem anew; use a dataset, such as task=jsonl, or null",
     )
     require(
-        accuracy_component(cfg.reward) != EXACT_MATCH or task.is_verifiable,
+        cfg.accuracy is not None,
         f"algorithm.curriculum.decay={decay} needs the success of a response, and {task} cannot verify "
         "answers; set reward.accuracy to a function that can, or use null",
     )

@@ -21,7 +21,6 @@ from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.checks import from_json
 from lit_rlkv.config import AUTO, as_config_errors, require
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
-from lit_rlkv.experience.reward import accuracy_component
 from lit_rlkv.files import atomic_dir, link_tree, read_if_there, read_json, write_atomically
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
@@ -140,7 +139,7 @@ class TrainingRun:
             n=keep.n_samples,
             every_n_iterations=keep.samples_every,
             console=console,
-            accuracy=accuracy_component(cfg.reward),
+            accuracy=cfg.accuracy,
             resumed_at=self.resumed_at,
         )
 
@@ -212,7 +211,7 @@ class TrainingRun:
         functions = self.context.rewards.functions.values()
         watch = RewardWatch(reads_all_forms=any(isinstance(function, MathVerify) for function in functions))
         return [
-            RolloutStatistics(),
+            RolloutStatistics(None if parts.correction.samples_dense else parts.cache),
             *([watch] if self.resumed_at == 0 else []),
             RunAxes(self.metrics.history),
             *parts.diagnostics,

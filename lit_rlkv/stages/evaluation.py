@@ -16,7 +16,7 @@ from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator, caches_to_evaluate
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.evaluation.reward_model import score_pairs
-from lit_rlkv.experience.reward import ENVIRONMENT, accuracy_component
+from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
@@ -48,6 +48,7 @@ def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str 
     if "rl" not in context.cfg.stages and run.resume_from is None:
         return  # evaluate_after_training scores the same policy
     settings = asdict(context.cfg.evaluation) | {"budgets": list(context.cfg.evaluation.budgets)}
+    settings["accuracy"] = context.cfg.accuracy
     settings.pop("batch_size")  # fits the memory of a machine, so it may differ on resume
     if results.before and results.settings in ({}, settings):
         return
@@ -91,23 +92,34 @@ def score_caches(
         cfg.evaluation,
         cfg.rollout,
         cfg.seed,
-        context.accuracy,
+        cfg.accuracy,
+        RewardRule(cfg.reward, context.rewards.functions),
+        context.rewards,
         n_samples,
-        cfg.reward.max_failed,
         ranks_of(context.fabric),
         batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
         tokens_per_pass=tokens_per_pass(context, roles, roles.backbone("policy")),
         environments=context.environments,
-        is_environment_score=accuracy_component(cfg.reward) == ENVIRONMENT,
     )
+    rows: list[EvalRow] = []
     with track("eval", len(caches)) as advance, context.fabric.autocast():
         for cache in caches:
             interruption.raise_if_requested(context.fabric)
             # The log-probs of the mismatch come after the last token.
             on_progress = partial(advance.within, n_total=evaluator.n_tokens + 1)
             found = evaluator.score_cache(cache, on_progress)
-            advance(cache=cache.label, accuracy=found.row.accuracy)
+            rows.append(found.row)
+            known = {"accuracy": found.row.accuracy, "reward": found.row.reward}
+            advance(1, cache=cache.label, **{key: "–" if x is None else x for key, x in known.items()})
             yield found
+    best = max(row.reward or 0.0 for row in rows)
+    if best > 0 and all(row.accuracy == 0 for row in rows) and context.fabric.is_global_zero:
+        log.warning(
+            "accuracy is 0 with every cache although the mean reward is up to %.3g: no response has the full "
+            "score 1 of %s; reward.accuracy=NAME counts by a function of reward.functions instead",
+            best,
+            cfg.accuracy,
+        )
 
 
 def evaluate_policy(

@@ -185,7 +185,7 @@ def _wrong_answers(
             on_progress=on_progress,
         )
     answers = decode_completions(context.tokenizer, rollout.input_ids, rollout.response_mask)
-    scores = context.accuracy(problems, answers).tolist()
+    scores = context.verified(problems, answers).tolist()
     return [
         PreferencePair(problem.prompt, problem.solution, answer)
         for problem, answer, score in zip(problems, answers, scores, strict=True)

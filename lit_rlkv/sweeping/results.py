@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import re
 import statistics
 import warnings
@@ -18,27 +19,37 @@ from lit_rlkv.sweeping.runs import Run, SweepStudy
 from lit_rlkv.sweeping.sweep_file import Sweep
 
 TABLE, FIGURES = "results.csv", ("history.png", "parameters.png")
-BESIDE = ("eval/accuracy", "eval/dense_accuracy", "eval/kl")
+BESIDE = ("eval/accuracy", "eval/reward", "eval/dense_accuracy", "eval/kl")
 """Metrics that the table shows beside the sweep's own."""
 
 
 def mean_sd(values: list[float]) -> str:
-    """Return mean and sample standard deviation of the values, such as `0.812 ± 0.031`."""
+    """Return mean and sample standard deviation of the finite values, such as `0.812 ± 0.031`."""
+    values = [value for value in values if math.isfinite(value)]
     if len(values) < 2:
         return f"{values[0]:.4g}" if values else "–"
     return f"{statistics.fmean(values):.4g} ± {statistics.stdev(values):.2g}"
 
 
 def results_table(sweep: Sweep, ended: list[Run]) -> Table:
-    """Return a table with a row for each combination but for its seed, the best first."""
+    """Return a table with a row for each combination but for its seed, the best first.
+
+    Those without a value of the sweep's metric are last.
+    """
     together: dict[tuple[str, ...], list[dict[str, float]]] = {}
     keys = [key for key in sweep.space if key != "seed"]
     for run in ended:
         together.setdefault(tuple(run.values[key] for key in keys), []).append(run.metrics())
     name = sweep.metric.name
     sign = -1 if sweep.metric.goal == "maximize" else 1
-    rows = sorted(together.items(), key=lambda row: sign * statistics.fmean(each[name] for each in row[1]))
-    metrics = [each for each in dict.fromkeys((name, *BESIDE)) if any(each in row[0] for _, row in rows)]
+
+    def rank(row: tuple[object, list[dict[str, float]]]) -> float:
+        values = [value for each in row[1] if math.isfinite(value := each.get(name, math.nan))]
+        return sign * statistics.fmean(values) if values else math.inf
+
+    rows = sorted(together.items(), key=rank)
+    logged = {each for _, found in rows for metrics in found for each in metrics}
+    metrics = [each for each in dict.fromkeys((name, *BESIDE)) if each in logged]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in (*keys, "runs", *metrics):
         table.add_column(Text(heading))
@@ -53,7 +64,10 @@ def _short(value: str) -> str:
 
 
 def write_results(study: SweepStudy) -> list[Path]:
-    """Write the parameters and metrics of all ended runs, draw Optuna's figures, and return the files."""
+    """Write parameters and metrics of all ended runs, draw Optuna's figures of those with a value.
+
+    Returns the files.
+    """
     ended, space, folder = study.ended(), study.sweep.space, study.folder
     rows = [{"folder": run.folder.name, **run.values, **run.metrics()} for run in ended]
     text = io.StringIO(newline="")
@@ -66,18 +80,17 @@ def write_results(study: SweepStudy) -> list[Path]:
     from optuna.visualization import matplotlib as drawn
 
     shown = optuna.create_study(direction=study.sweep.metric.goal)
-    for run in ended:
+    valued = [(run, value) for run in ended if (value := run.value(study.sweep.metric.name)) is not None]
+    if not valued:
+        return [folder / TABLE]
+    for run, value in valued:
         params = {
             key: run.values[key]
             if isinstance(each, CategoricalDistribution)
             else each.to_external_repr(float(run.values[key]))
             for key, each in space.items()
         }
-        shown.add_trial(
-            optuna.create_trial(
-                params=params, distributions=space, value=run.metrics()[study.sweep.metric.name]
-            )
-        )
+        shown.add_trial(optuna.create_trial(params=params, distributions=space, value=value))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its figures are experimental, and a run alone has no range
         name = study.sweep.metric.name

@@ -48,6 +48,11 @@ class Run:
         final = json.loads(path.read_text())["final"] if path.is_file() else {}
         return {**(rows[-1] if rows else {}), **final}
 
+    def value(self, metric: str) -> float | None:
+        """Return the metric; None if the run has not logged it, or not as a finite number."""
+        value = self.metrics().get(metric, math.nan)
+        return value if math.isfinite(value) else None
+
 
 class SweepStudy:
     """The runs of a sweep as trials of an Optuna study in its folder; trial n of a grid is its n-th cell.
@@ -90,20 +95,10 @@ class SweepStudy:
             number = self.study.ask(space).number
             yield self._run(self.study.trials[number])
 
-    def finish(self, run: Run) -> float:
-        """Record the metric of a run that has ended well.
-
-        Raises:
-            ConfigError: it did not log the sweep's metric.
-        """
-        metrics, name = run.metrics(), self.sweep.metric.name
-        if name not in metrics:
-            raise ConfigError(
-                f"metric={name!r} was not logged by {run.folder}; it logged {', '.join(metrics)}"
-            )
-        value = metrics[name]
-        state = TrialState.FAIL if math.isnan(value) else TrialState.COMPLETE  # Optuna takes no NaN
-        self.study.tell(run.number, None if math.isnan(value) else value, state)
+    def finish(self, run: Run) -> float | None:
+        """Record and return the metric of a run that has ended well; None if it has no finite value."""
+        value = run.value(self.sweep.metric.name)
+        self.study.tell(run.number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
         return value
 
     def ended(self) -> list[Run]:
@@ -183,7 +178,8 @@ class Workers:
             self.failed.append(run)
             said = f"exit status {code}, see {run.log}"
         else:
-            said = f"{self.study.sweep.metric.name} {self.study.finish(run):.4g}"
+            name, value = self.study.sweep.metric.name, self.study.finish(run)
+            said = f"{name} {value:.4g}" if value is not None else f"no value of {name}"
         named = "  ".join(f"{key}={value}" for key, value in run.values.items())
         self.console.print(
             f"run {run.number}: {named}  {said}", markup=False, highlight=False, soft_wrap=True

@@ -14,7 +14,6 @@ TRIVIAL = {
     "kv/retained": 1.0,
     "kv/retained_last": 1.0,
     "kv/never_evicted": 1.0,
-    "kv/affected": 0.0,
     "kv/attention_kept": 1.0,
     "kv/attention_kept_p05": 1.0,
     "kv/attention_on_dead": 0.0,

@@ -15,6 +15,7 @@ from lit_rlkv.callbacks.rollout_statistics import (
     reward_statistics,
     rollout_statistics,
 )
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.objectives.corrections import Correction, masked, truncated, unweighted
 from lit_rlkv.types import Rewards
 from tests.hand_built import ARMS, REPLAY, make_datamodule, make_roles, shift
@@ -99,6 +100,24 @@ def test_statistics_join_the_metrics_of_their_iteration():
     metrics = {"time/data": 2.0}
     callback.on_iteration_end(1, 1, metrics)
     assert metrics["tokens_per_second"] == metrics["num_tokens"] / 2.0
+
+
+@pytest.mark.parametrize(("budget", "warns"), [(7, False), (64, True)])
+def test_a_first_rollout_without_evictions_is_warned_of(caplog, budget, warns):
+    cache = CacheSpec(policy="random", budget=budget, interval=2, sink=1, window=2)
+    callback = RolloutStatistics(cache)
+    module = make_datamodule(make_roles(), spec=cache, rollout={"max_new_tokens": 20})
+    for iteration in (1, 2):
+        callback.on_rollout_end(replace(module.collect(), iteration=iteration - 1))
+        metrics = {"time/data": 2.0}
+        callback.on_iteration_end(iteration, 2, metrics)
+        assert (metrics["kv/affected_rows"] == metrics["kv/affected"] == 0) is warns
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    assert not warns or "cache.budget=64 with cache.interval=2 keeps all of them; lower the budget" in said[0]
+    dense = make_datamodule(make_roles(), spec=CacheSpec.dense())
+    RolloutStatistics(CacheSpec.dense()).on_rollout_end(dense.collect())
+    assert len(caplog.records) == warns
 
 
 def test_reward_functions_are_described_where_they_have_answered():

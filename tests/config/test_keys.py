@@ -65,6 +65,24 @@ def test_an_unknown_key_leads_to_the_one_that_is_meant(key, meant):
     assert meant in said
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("loss_type=grpo", "here it is algorithm=grpo, algorithm.aggregation=sequence"),
+        ("loss_type=cispo", "here it is algorithm=cispo"),
+        (
+            "loss_type=unknown",
+            "algorithm.aggregation=token, algorithm=dr_grpo, algorithm.aggregation=constant",
+        ),
+        ("optim=adamw_8bit", "here it is optimizer=adamw8bit"),
+    ],
+)
+def test_a_name_is_answered_by_its_value_where_that_is_known(override, meant):
+    said = refusal(override)
+    assert meant in said
+    assert ("dr_grpo" in said) is (override == "loss_type=unknown")
+
+
 def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     assert "did you mean" not in suggestion("diagnostics.wall", ["diagnostics.cache"])
     assert "'diagnostics.cache'" in suggestion("diagnostics.cahce", ["diagnostics.cache"])

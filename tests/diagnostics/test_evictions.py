@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.diagnostics.evictions import (
-    affected_fraction,
+    affected_shares,
     cached_keys,
     lifetimes,
     mean_age,
@@ -39,13 +39,12 @@ def test_a_lifetime_counts_the_queries_that_saw_the_key():
 
 def test_a_token_is_affected_once_its_query_misses_a_key_in_any_head():
     # Queries of columns 3 and 4 miss keys in some head, that of column 2 misses none.
-    assert float(affected_fraction(TWO_HEADS)) == pytest.approx(2 / 3)
-    assert float(
-        affected_fraction(replace(TWO_HEADS, evicted_at=TWO_HEADS.evicted_at[:, :, :1]))
-    ) == pytest.approx(1 / 3)
-    # What is no token never was a key; a evicted_at after the last query affects nobody.
-    late = one_row([[[0, 5, N, N, N, N]]], n_pad=1, n_prompt=2)
-    assert float(affected_fraction(late)) == 0.0
+    assert affected_shares(TWO_HEADS) == pytest.approx({"kv/affected": 2 / 3, "kv/affected_rows": 1.0})
+    one_head = replace(TWO_HEADS, evicted_at=TWO_HEADS.evicted_at[:, :, :1])
+    assert affected_shares(one_head)["kv/affected"] == pytest.approx(1 / 3)
+    # What is no token never was a key; an eviction after the last query affects nobody.
+    late = one_row([[[0, 5, N, N, N, N]], [[N] * 6]], n_pad=1, n_prompt=2)
+    assert affected_shares(late) == {"kv/affected": 0.0, "kv/affected_rows": 0.0}
 
 
 def test_an_eviction_one_query_later_changes_the_lifetime():

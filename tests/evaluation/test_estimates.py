@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lit_rlkv.evaluation.estimates import estimate, pass_at_k
@@ -6,7 +8,7 @@ from lit_rlkv.evaluation.evaluator import ScoredResponse
 
 def samples(scores_by_problem, n_tokens=3):
     return [
-        ScoredResponse("dense", problem, j, f"{problem}=", "7", "7", n_tokens + problem, score)
+        ScoredResponse("dense", problem, j, f"{problem}=", "7", "7", n_tokens + problem, score, score)
         for problem, scores in enumerate(scores_by_problem)
         for j, score in enumerate(scores)
     ]
@@ -25,15 +27,25 @@ def test_means_are_over_problems():
     assert found.mean_length.value == pytest.approx(4.0)
 
 
-def test_a_partial_score_counts_for_the_accuracy_and_not_as_right():
+def test_a_partial_score_counts_for_the_reward_and_not_as_right():
     found = found_in(samples([[0.5, 0.5], [1.0, 0.5]]), [1, 2])
-    assert found.accuracy.value == pytest.approx(0.625)
+    assert found.accuracy.value == pytest.approx(0.25)
+    assert found.reward.value == pytest.approx(0.625)
     assert found.pass_at_k[1].value == pytest.approx(0.25)
     assert found.pass_at_k[2].value == pytest.approx(0.5)
 
 
-def test_scores_beyond_0_and_1_have_the_interval_of_a_mean():
-    found = found_in(samples([[-1.0], [3.0], [1.0]]), []).accuracy
+def test_what_is_not_known_is_none():
+    (unknown,) = samples([[0.5]])
+    found = found_in([replace(unknown, score=None, reward=None)], [])
+    assert (found.accuracy, found.reward) == (None, None)
+    # a failed reward is left out of the mean
+    (failed, half) = samples([[0.0], [0.5]])
+    assert found_in([replace(failed, reward=None), half], []).reward.value == 0.5
+
+
+def test_rewards_have_the_interval_of_a_mean():
+    found = found_in(samples([[-1.0], [3.0], [1.0]]), []).reward
     # s = 2, t = 2.919986 at 90 %
     assert (found.low, found.value, found.high) == pytest.approx((1 - 3.371709, 1, 1 + 3.371709), abs=1e-5)
 

@@ -7,23 +7,22 @@ from threading import Barrier
 import pytest
 import torch
 
-from lit_rlkv.config.schema import EvaluationConfig, RolloutConfig
+from lit_rlkv.config.schema import EvaluationConfig, RewardConfig, RolloutConfig
 from lit_rlkv.data.chat import encode_prompts
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_completions
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool
-from lit_rlkv.evaluation.evaluator import Evaluator, accuracy_of, caches_to_evaluate
-from lit_rlkv.experience.reward import RewardsFailedError
+from lit_rlkv.evaluation.evaluator import Evaluator, caches_to_evaluate
+from lit_rlkv.experience.reward import RewardRule, RewardsFailedError
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.non_finite import NonFiniteError
-from lit_rlkv.rewards import Numeric, RewardManager
+from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
-from lit_rlkv.types import Problem
 from tests.environments.talkers import Counter, Crashing, quick_tokenizer
 from tests.hand_built import LORA, make_roles
 from tests.models_zoo import build, tiny_config
@@ -40,6 +39,7 @@ class Parity(ChainSum):
 
 
 TASK = Parity(n_terms=3)
+TASK_PROBLEMS = PromptSource(TASK, split="eval", seed=0).take(24)
 
 
 def make_evaluator(seed=0, **options):
@@ -215,46 +215,68 @@ def test_samples_that_are_drawn_in_rounds_differ():
 def test_a_score_that_failed_is_not_right_and_too_many_of_all_end_the_evaluation():
     evaluator = make_evaluator(batch_size=1)
     n = len(evaluator.problems)
-    evaluator.accuracy = failing_on({0})
+    evaluator.task = FailingOn({0})
     found = evaluator.score_cache(CacheSpec.dense())
     assert found.row.accuracy == pytest.approx((n - 1) / n)
     assert found.samples[0].score == 0.0
-    evaluator.accuracy = failing_on(set(range(n // 2 + 1)))
+    evaluator.task = FailingOn(set(range(n // 2 + 1)))
     with pytest.raises(RewardsFailedError, match=f"{n // 2 + 1} of {n} completions have no score"):
         evaluator.score_cache(CacheSpec.dense())
 
 
-def failing_on(places):
-    """All right, but at some places in the order of asking."""
-    asked = itertools.count()
+class FailingOn(ChainSum):
+    """All right, but without a score at some places in the order of asking."""
 
-    def accuracy(problems, completions):
-        return torch.tensor([math.nan if next(asked) in places else 1.0 for _ in completions])
+    def __init__(self, places=()):
+        super().__init__(n_terms=3)
+        self.places, self.asked = places, itertools.count()
 
-    return accuracy
-
-
-PROBLEMS = [Problem("7+3=", "7,10", "10")] * 3
-COMPLETIONS = ["7,10", "it is 10", "7,11"]
+    def score(self, problem, completion):
+        return math.nan if next(self.asked) in self.places else 1.0
 
 
-def fails_on_words(question):
-    return float("nan") if "it" in question["completion"] else 1.0
+def failing_up_to(max_failed):
+    return RewardRule(RewardConfig(verifier=1.0, max_failed=max_failed))
 
 
-def test_the_task_says_what_is_right_unless_a_function_does():
-    panel = RewardManager({"correct": Numeric()})
-    assert accuracy_of(ChainSum(n_terms=2))(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 0.0]
-    assert accuracy_of(ChainSum(n_terms=2), panel)(PROBLEMS, COMPLETIONS).tolist() == [1.0, 0.0, 0.0]
-    asked = accuracy_of(ChainSum(n_terms=2), panel, "correct")
-    # 7,10 is a list of totals for the task, and no number for a function that reads numbers.
-    assert asked(PROBLEMS, COMPLETIONS).tolist() == [0.0, 1.0, 0.0]
+def by_length(question):
+    return {0: 1.0, 1: 0.5}.get(sum(map(ord, question["completion"])) % 3, 0.0)
 
 
-def test_a_failed_function_gives_no_score():
-    with RewardManager({"correct": InThreads(ask=fails_on_words)}) as panel:
-        scores = accuracy_of(ChainSum(), panel, "correct")(PROBLEMS, COMPLETIONS)
-    assert scores.nan_to_num(nan=-1.0).tolist() == [1.0, -1.0, 1.0]
+@pytest.mark.parametrize("accuracy", ["exact_match", "graded", None])
+def test_full_score_is_correct_and_the_mean_reward_has_all_weights(accuracy):
+    functions = {"graded": InThreads(ask=by_length, weight=2.0)}
+    rule = RewardRule(RewardConfig(verifier=0.25, max_failed=0.0), functions)
+    with RewardManager(functions) as rewards:
+        found = make_evaluator(accuracy=accuracy, rule=rule, rewards=rewards).score_cache(SPARSE)
+    own = [TASK.score(problem, s.completion) for problem, s in zip(TASK_PROBLEMS, found.samples, strict=True)]
+    graded = [by_length({"completion": s.completion}) for s in found.samples]
+    assert {0.0, 0.5, 1.0} == {*graded}
+    weighted = [0.25 * a + 2.0 * b for a, b in zip(own, graded, strict=True)]
+    assert [s.reward for s in found.samples] == pytest.approx(weighted)
+    assert found.row.reward == pytest.approx(sum(weighted) / 24)
+    share = {"exact_match": own.count(1.0) / 24, "graded": graded.count(1.0) / 24, None: None}[accuracy]
+    assert found.row.accuracy == share
+    assert ({s.score for s in found.samples} == {None}) is (accuracy is None)
+
+
+def test_rewards_that_fail_leave_an_accuracy_by_the_task(caplog):
+    functions = {"judge": InThreads(ask=lambda question: 1 / 0)}
+    rule = RewardRule(RewardConfig(max_failed=0.0), functions)
+    with RewardManager(functions) as rewards:
+        row = make_evaluator(rule=rule, rewards=rewards).score_cache(SPARSE).row
+        assert (row.accuracy, row.reward) == (make_evaluator().score_cache(SPARSE).row.accuracy, None)
+        assert "reward.functions.judge failed: division by zero" in caplog.text
+        with pytest.raises(RewardsFailedError, match="24 of 24 completions have no score"):
+            make_evaluator(accuracy=None, rule=rule, rewards=rewards).score_cache(SPARSE)
+
+
+def test_the_share_of_responses_that_lost_keys_is_counted():
+    small, wide = (
+        make_evaluator().score_cache(replace(SPARSE, budget=n)).row.affected for n in (SPARSE.budget, 40)
+    )
+    assert 0 < small <= 1
+    assert wide == make_evaluator().score_cache(CacheSpec.dense()).row.affected == 0
 
 
 @pytest.mark.parametrize("n_samples", [1, 12])
@@ -275,31 +297,48 @@ def talking(environment, **options):
 
 
 def test_the_score_is_the_sum_of_the_rewards_of_an_environment_that_gives_them():
-    found = talking(Counter, temperature=1.0, is_environment_score=True).score_cache(SPARSE)
+    rule = RewardRule(RewardConfig(environment=0.5))
+    found = talking(Counter, temperature=1.0, accuracy="environment", rule=rule).score_cache(SPARSE)
     # turn n is rewarded by n, and the third is the last
     assert {sample.score for sample in found.samples} <= {1.0, 1.0 + 2.0, 1.0 + 2.0 + 3.0}
-    assert found.row.accuracy == pytest.approx(sum(sample.score for sample in found.samples) / 24)
-    assert found.row.accuracy > 3
+    assert found.row.reward == pytest.approx(sum(sample.score for sample in found.samples) / 24 / 2)
+    assert found.row.reward > 1.5
+    assert found.row.accuracy == 1
     by_task = talking(Counter, temperature=1.0).score_cache(SPARSE)
     assert {sample.score for sample in by_task.samples} == {0.0, 1.0}
 
 
 def test_failed_environments_have_no_score_where_they_give_it():
-    found = talking(Crashing, temperature=1.0, is_environment_score=True, max_failed=1.0).score_cache(SPARSE)
-    assert 0.0 in {sample.score for sample in found.samples}
+    by_environment = {"temperature": 1.0, "accuracy": "environment"}
+    found = talking(Crashing, **by_environment, rule=failing_up_to(1.0)).score_cache(SPARSE)
+    assert (0.0, None) in {(sample.score, sample.reward) for sample in found.samples}
     with pytest.raises(RewardsFailedError, match="completions have no score"):
-        talking(Crashing, temperature=1.0, is_environment_score=True, max_failed=0.0).score_cache(SPARSE)
+        talking(Crashing, **by_environment, rule=failing_up_to(0.0)).score_cache(SPARSE)
 
 
 @pytest.mark.parametrize("max_failed", [0.0, 1.0])
 def test_a_response_whose_environment_failed_has_no_score(max_failed):
-    evaluator = talking(Crashing, max_failed=max_failed)
+    evaluator = talking(Crashing, rule=failing_up_to(max_failed))
     if max_failed == 0:
         with pytest.raises(RewardsFailedError, match="completions have no score"):
             evaluator.score_cache(SPARSE)
     else:
-        evaluator.accuracy = lambda problems, completions: torch.ones(len(completions))
+        evaluator.task = FailingOn()
         assert 0 < evaluator.score_cache(SPARSE).row.accuracy < 1
+
+
+@pytest.mark.parametrize(
+    ("own", "policies", "labels"),
+    [
+        (SPARSE, ["tova"], ["dense", "snapkv 7+2", "tova 7+2", "tova 5+2"]),
+        (SPARSE, ["dense"], ["dense", "snapkv 7+2"]),
+        (SPARSE, None, ["dense", "snapkv 7+2", "snapkv 5+2"]),
+        (CacheSpec(policy="dense", budget=7, interval=2, sink=1, window=2, dtype="int8"), ["tova"],
+         ["dense", "dense int8", "tova 7+2 int8", "tova 5+2 int8"]),
+    ],
+)  # fmt: skip
+def test_the_cache_that_a_run_was_trained_under_is_always_evaluated(own, policies, labels):
+    assert [cache.label for cache in caches_to_evaluate(own, [5], policies)] == labels
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])

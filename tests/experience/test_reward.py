@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,15 @@ from lit_rlkv.experience.reward import (
     overlong_share,
 )
 from lit_rlkv.rewards import ExactMatch
+from lit_rlkv.tasks import Recall
+from lit_rlkv.tasks.problems import Problems
+from lit_rlkv.tasks.rows import Table
+from lit_rlkv.types import Problem
 
 EXACT, LEARNED = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([3.0, 5.0, -1.0, 1.0])
+PROMPTS_ALONE = Problems(
+    Table("rows", [Problem("2+2=", "", "")], ["rows:1"]), answer_after=None, is_verifiable=False
+)
 ALL_END = torch.ones(4, dtype=torch.bool)
 CUT_LAST = torch.tensor([True, True, True, False])
 VALUES = torch.randn(60, generator=torch.Generator().manual_seed(0)) * 3 + 5
@@ -133,12 +141,30 @@ def test_options_that_cannot_work_are_refused(options: dict, key: str):
         ({"verifier": 0.0, "environment": 1.0}, "environment"),
         ({"verifier": 1.0, "accuracy": "environment"}, "environment"),
         ({"verifier": 0.0, "environment": 1.0, "accuracy": "a"}, "a"),
+        ({"verifier": 0.0}, "exact_match"),
     ],
 )
 def test_evaluations_score_by_the_environment_where_the_verifier_has_no_weight(options: dict, component: str):
-    config = RewardConfig(**options)
-    RewardRule(config, {"a": ExactMatch()})
-    assert accuracy_component(config) == component
+    config, functions = RewardConfig(**options), {"a": ExactMatch()}
+    RewardRule(config, functions)
+    assert accuracy_component(config, functions, Recall()) == component
+
+
+@pytest.mark.parametrize(
+    ("weights", "component"),
+    [
+        ({"a": 1.0}, "a"),
+        ({"a": 1.0, "b": -0.5, "seen": 0}, "a"),
+        ({"a": 1.0, "b": 0.1}, None),
+        ({"b": -0.5}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_task_does_not_verify_is_counted_by_the_only_rewarded_function(weights: dict, component):
+    functions = {name: ExactMatch(weight=weight) for name, weight in weights.items()}
+    config = RewardConfig(verifier=0.0, learned=1.0)
+    assert accuracy_component(config, functions, PROMPTS_ALONE) == component
+    assert accuracy_component(replace(config, environment=1.0), functions, PROMPTS_ALONE) == "environment"
 
 
 NAN = float("nan")

@@ -64,7 +64,7 @@ def largest_gap(rows):
     ],
     ids=str,
 )
-def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, options):
+def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, caplog, options):
     recorder = Recorder()
     ours, rows = train(model, tmp_path, reward=recorder, **KEEPS_ALL | options)
     plain, plain_rows = train_plain(model, tmp_path, recorder, **options)
@@ -74,6 +74,9 @@ def test_a_budget_that_evicts_nothing_gives_the_losses_of_trl(model, tmp_path, o
             assert row[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
         assert set(expected) <= set(row)
     assert distance(ours, plain) < 1e-4
+    assert {row["kv/affected_rows"] for row in rows if "kv/affected_rows" in row} == {0.0}
+    assert caplog.text.count("nothing was evicted in the first rollout") == 1
+    assert "lower the budget, or use cache_policy=dense" in caplog.text
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -86,9 +89,11 @@ def test_with_evictions_trl_alone_has_other_losses(model, tmp_path, trainer):
 
 
 @pytest.mark.parametrize("policy", ["snapkv", slow("h2o"), slow("streaming"), "random"])
-def test_the_learner_replays_what_the_sampler_saw(model, tmp_path, policy):
+def test_the_learner_replays_what_the_sampler_saw(model, tmp_path, caplog, policy):
     _, rows = train(model, tmp_path, cache_policy=policy)
     assert len(rows) == 3
+    assert all(0 < row["kv/affected"] <= row["kv/affected_rows"] <= 1 for row in rows)
+    assert "nothing was evicted" not in caplog.text
     assert all(row["kv/replay_gap"] < 1e-4 for row in rows)
 
 

@@ -1,5 +1,6 @@
 import csv
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,15 @@ def test_a_dense_run_has_one_accuracy_under_both_names():
     found = final_metrics([], [row(None, 0.9)], "dense")
     assert (found["eval/accuracy"], found["eval/dense_accuracy"]) == (0.9, 0.9)
     assert "eval/accuracy_gain" not in found
+
+
+def test_mean_rewards_are_final_metrics_with_or_without_an_accuracy():
+    unknown = [replace(one, accuracy=None, reward=one.accuracy / 2) for one in AFTER]
+    found = final_metrics(BEFORE, unknown, "random 16+5")
+    assert (found["eval/reward"], found["eval/dense_reward"]) == (0.4, 0.475)
+    assert not [name for name in found if "accuracy" in name]
+    accuracies = [replace(one, reward=1.5) for one in AFTER]
+    assert final_metrics([], accuracies, "random 16+5").keys() >= {"eval/accuracy", "eval/reward"}
 
 
 def test_missing_measurements_are_left_out():

@@ -90,6 +90,7 @@ DENSE = EvalRow("dense", None, 0.75, 8, 5.5, 2048, 0.0, 1e-7)
 SPARSE = EvalRow("snapkv 7+2", 7, 0.5, 8, 6.0, 512, 0.0123, 2e-7)
 FOUND = CacheEstimates(
     accuracy=IntervalEstimate(0.75, 0.5, 1.0),
+    reward=IntervalEstimate(0.5, -0.25, 1.25),
     mean_length=IntervalEstimate(5.5, 5.0, 6.0),
     pass_at_k={1: IntervalEstimate(0.75, 0.5, 1.0), 4: IntervalEstimate(0.875, 0.625, 1.0)},
 )
@@ -101,11 +102,34 @@ def test_the_learned_reward_is_shown_where_there_is_one():
     assert "Learned reward" not in evaluation_cells({"after": [DENSE]})[0]
 
 
+def test_accuracy_and_reward_are_shown_as_far_as_they_are_known_and_so_is_a_cache_that_evicts_nothing():
+    unknown = replace(SPARSE, accuracy=None, reward=0.25, affected=0.0)
+    headings, (cells,) = evaluation_cells({"after": [unknown]}, with_intervals=True)
+    assert headings[2:5] == ["Reward", "KV bytes", "of dense"]
+    assert (cells[2], cells[4]) == ("0.250", "evicts nothing")
+    lost = replace(SPARSE, reward=0.25, affected=0.1)
+    dense = replace(DENSE, affected=0.0, reward=0.75)
+    headings, rows = evaluation_cells({"after": [dense, lost]})
+    assert headings[2:4] == ["Accuracy", "Reward"]
+    assert [row[2:6] for row in rows] == [
+        ["0.750", "0.750", "2.00 KiB", "100%"],
+        ["0.500", "0.250", "512 B", "25%"],
+    ]
+    text = shown(summary_table([], [unknown, replace(lost, learned_reward=1.0)], {}))
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_the_terminal_says_what_the_brackets_are():
-    console = Console(width=100, file=StringIO())
+    console = Console(width=120, file=StringIO())
     console.print(score_table([(DENSE, FOUND)], 0.9))
     assert "[low, high] is the 90% interval over prompts" in console.file.getvalue()
-    for cell in ("0.750 [0.500, 1.000]", "0.875 [0.625, 1.000]", "5.5 [5.0, 6.0]", "2.00 KiB"):
+    for cell in (
+        "0.750 [0.500, 1.000]",
+        "0.500 [-0.250, 1.250]",
+        "0.875 [0.625, 1.000]",
+        "5.5 [5.0, 6.0]",
+        "2.00 KiB",
+    ):
         assert cell in console.file.getvalue()
 
 

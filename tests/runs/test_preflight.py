@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -96,8 +97,8 @@ def test_a_function_that_cannot_score_a_worked_solution_is_refused_before_any_wo
     parts = build_context(config(tmp_path, python(file, "always_fails")))
     with pytest.raises(ConfigError, match=r"always_fails has no score for a worked .* ZeroDivisionError"):
         check_reward_functions(parts)
-    evaluates = build_context(config(tmp_path, python(file, "always_fails"), "stages=[sft,eval]"))
-    check_reward_functions(evaluates)  # nothing will ask it
+    imitates = build_context(config(tmp_path, python(file, "always_fails"), "stages=[sft]"))
+    check_reward_functions(imitates)  # nothing will ask it
 
 
 def of_rows(tmp_path, rows, *overrides):
@@ -140,9 +141,51 @@ def test_solutions_below_full_score_are_counted_and_named(tmp_path, caplog):
     (said,) = [record.getMessage() for record in caplog.records if "full score" in record.getMessage()]
     assert "reward.functions.correct gives less than full score to the solutions of 3 of 80 rows" in said
     assert all(f"a.jsonl:{line}" in said for line in (4, 8, 61))
-    caplog.clear()
-    check_reward_functions(build_context(of_rows(tmp_path, rows, *options)))  # answers are no solutions
+
+
+PLAIN = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(20)]
+
+
+@pytest.mark.parametrize("task", ["rows", "task=chain_sum"])
+@pytest.mark.parametrize("stages", ["[sft,rl]", "[rl,eval]"])
+def test_a_reward_that_gives_0_to_all_solutions_is_refused_with_sft_and_else_warned_of(
+    tmp_path, caplog, task, stages
+):
+    options = ["reward=numeric", "reward.verifier=0", f"stages={stages}"]
+    cfg = of_rows(tmp_path, PLAIN, *options) if task == "rows" else config(tmp_path, task, *options)
+    says = (
+        r"reward\.functions\.correct gives less .* of (20 of 20|64 of 64) rows, .*reads what follows '####'"
+    )
+    if "sft" in stages:
+        with pytest.raises(ConfigError, match=says):
+            check_reward_functions(build_context(cfg))
+    else:
+        check_reward_functions(build_context(cfg))
+        assert re.search(says, caplog.text)
+
+
+def test_an_answer_alone_is_right_if_the_prompt_names_the_marker_or_there_is_none(tmp_path, caplog):
+    named = [row | {"prompt": f"the number after #### of {row['prompt']}"} for row in PLAIN]
+    for rows, option in ((named, "seed=0"), (PLAIN, "reward.functions.correct.answer_after=null")):
+        cfg = of_rows(tmp_path, rows, "reward=numeric", "reward.verifier=0", "stages=[rl]", option)
+        check_reward_functions(build_context(cfg))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("names", [["flaky"], ["flaky", "never"]])
+def test_prompts_alone_are_evaluated_by_the_only_function_and_of_several_one_must_be_named(
+    tmp_path, file, names
+):
+    functions = [python(file, name) for name in names]
+    options = [*functions, "task.answer_column=null", "reward.verifier=0"]
+    for stages in ("[rl]", "[rl,eval]"):
+        if stages == "[rl]" or len(names) == 1:
+            found = of_rows(tmp_path, PLAIN, *options, f"stages={stages}").accuracy
+            assert found == ("flaky" if len(names) == 1 else None)
+        else:
+            with pytest.raises(ConfigError, match=r"reward\.accuracy=null: .*set reward\.accuracy=flaky"):
+                of_rows(tmp_path, PLAIN, *options, f"stages={stages}")
+    assert of_rows(tmp_path, PLAIN, *options, f"reward.accuracy={names[-1]}").accuracy == names[-1]
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"

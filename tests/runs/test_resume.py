@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, composed
-from lit_rlkv.config.resumed import differences, load_resumed_config
+from lit_rlkv.config.resumed import check_same_config, differences, load_resumed_config
 from lit_rlkv.run_files import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.lock import BusyError, FolderLock
@@ -61,6 +61,18 @@ def test_more_iterations_are_another_run_where_the_learning_rate_falls_towards_t
     assert "algorithm.n_iterations" in differences(asked(tmp_path), asked(tmp_path, more))
     constant = "algorithm.lr_schedule=constant"
     assert differences(asked(tmp_path, constant), asked(tmp_path, constant, more)) == {}
+    says = r"2 -> 9\n.*algorithm\.lr_schedule=linear .*constant.* python -m lit_rlkv\.export ckpt=run "
+    with pytest.raises(ConfigError, match=says):
+        check_same_config(asked(tmp_path), asked(tmp_path, more), Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("options", "may_change"),
+    [([], True), (["algorithm.curriculum.decay=0.5"], False), (["sft.on_policy_pairs.n_prompts=4"], False)],
+)
+def test_what_evaluations_count_as_correct_may_change_unless_training_reads_it(tmp_path, options, may_change):
+    changed = asked(tmp_path, *options, "reward.accuracy=environment")
+    assert (differences(asked(tmp_path, *options), changed) == {}) is may_change
 
 
 def test_auto_finds_the_newest_unfinished_run_with_this_config(tmp_path):

@@ -1,13 +1,12 @@
 """Evaluations of a run: when one that is asked to end does."""
 
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-import torch
 
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
-from lit_rlkv.runs.context import RunContext, build_context
+from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
@@ -17,31 +16,27 @@ from tests.environments.talkers import COUNTING
 from tests.whole_runs import config
 
 
-@dataclass(frozen=True)
-class AskedWhileItScores(RunContext):
-    """Parts of a run that a signal reaches while the answers from the first cache are scored."""
+class AsksToEnd(ChainSum):
+    """A task during whose scoring a signal comes."""
 
-    interruption: Interruption
-    n_scored: list[int]
+    def __init__(self, interruption):
+        super().__init__()
+        self.interruption, self.n_scored = interruption, 0
 
-    @property
-    def accuracy(self):
-        def score(problems, completions):
-            self.n_scored.append(len(completions))
-            self.interruption.signal = signal.SIGTERM
-            return torch.ones(len(completions))
-
-        return score
+    def score(self, problem, completion):
+        self.n_scored += 1
+        self.interruption.signal = signal.SIGTERM
+        return 1.0
 
 
 def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     plain = build_context(config(tmp_path, "stages=[sft,eval]"))
     roles = make_policy(plain, run_sft(plain, [])).roles
-    interruption, n_scored = Interruption(), []
-    parts = AskedWhileItScores(**vars(plain), interruption=interruption, n_scored=n_scored)
+    interruption = Interruption()
+    task = AsksToEnd(interruption)
     with interruption.deferred(), pytest.raises(InterruptedRunError, match="SIGTERM"):
-        evaluate_policy(parts, roles, interruption)
-    assert n_scored == [16]  # all prompts, with one cache of three
+        evaluate_policy(replace(plain, task=task), roles, interruption)
+    assert task.n_scored == 16  # all prompts, with one cache of three
     rows, rollout = evaluate_policy(plain, roles)
     assert len(rows) == 3
     assert rollout is not None
@@ -57,7 +52,7 @@ def test_an_environment_that_alone_gives_the_reward_gives_the_score(tmp_path):
         return [row.accuracy for row in rows]
 
     # Each response has at least its first turn, whose reward is 1.
-    assert min(accuracies("reward.verifier=0")) >= 1
+    assert min(accuracies("reward.verifier=0")) == 1
     # The control: the verifier's score, of a model that has learned nothing.
     assert max(accuracies()) < 1
 

@@ -1,11 +1,14 @@
 import csv
 import io
 
+import pytest
 from rich.console import Console
 
 from lit_rlkv.sweeping.results import FIGURES, mean_sd, results_table, write_results
-from tests.sweeping.files import BAYES
-from tests.sweeping.test_runs import all_values, study_of
+from tests.sweeping.files import BAYES, GRID
+from tests.sweeping.test_runs import ENDS, all_values, end, study_of
+
+BUDGETS = {"values": [5, 6, 7, 8]}
 
 
 def printed(table):
@@ -26,6 +29,21 @@ def test_the_table_has_means_over_seeds_and_the_best_first(tmp_path):
     heading, *rows = printed(results_table(study.sweep, study.ended()))
     assert heading == ["cache.budget", "runs", "eval/accuracy"]
     assert [row[:3] for row in rows] == [["7", "2", "0.2"], ["5", "2", "0.1"]]
+
+
+@pytest.mark.parametrize("ends", [ENDS, (float("nan"),) * 4])
+def test_runs_without_a_value_are_last_and_not_drawn(tmp_path, ends):
+    content = GRID | {"parameters": GRID["parameters"] | {"seed": {"values": [0]}, "cache.budget": BUDGETS}}
+    study = study_of(tmp_path, content)
+    for run, value in zip(study.unfinished(), ends, strict=True):
+        study.finish(end(run, value))
+    _, *rows = printed(results_table(study.sweep, study.ended()))
+    best = ["8", "6", "5", "7"] if ends is ENDS else ["5", "6", "7", "8"]
+    assert [row[0] for row in rows] == best
+    assert rows[-1][:3] == [best[-1], "1", "–"]
+    files = write_results(study)
+    assert [path.name for path in files] == ["results.csv", *(FIGURES if ends is ENDS else [])]
+    assert len(list(csv.DictReader(files[0].open()))) == 4
 
 
 def test_all_runs_are_written_and_drawn(tmp_path):

@@ -13,6 +13,9 @@ from tests.whole_runs import TINY
 SMALL = [option for option in TINY if not option.startswith("cache.budget")]
 
 
+ENDS = (float("nan"), 1.0, float("inf"), 2.0)
+
+
 def study_of(folder, content=GRID, *overrides):
     sweep = sweep_of(folder, content, *overrides)
     return SweepStudy(sweep, folder / "sweep", sweep.n_runs())
@@ -72,13 +75,29 @@ def test_a_search_draws_what_one_without_a_break_draws(tmp_path, method):
     assert found == whole
 
 
-def test_a_run_without_the_metric_is_an_error_and_nan_is_none(tmp_path):
-    study = study_of(tmp_path, GRID | {"metric": {"name": "nosuch"}})
-    with pytest.raises(ConfigError, match="nosuch"):
-        study.finish(end(next(study.unfinished())))
-    (tmp_path / "other").mkdir()
-    study = study_of(tmp_path / "other")
-    assert str(study.finish(end(next(study.unfinished()), float("nan")))) == "nan"
+@pytest.mark.parametrize("name", ["nosuch", "entropy"])
+def test_a_run_without_a_finite_value_has_ended_and_is_not_run_again(tmp_path, name):
+    study = study_of(tmp_path, GRID | {"metric": {"name": name}})
+    values = [study.finish(end(run, value)) for run, value in zip(study.unfinished(), ENDS, strict=True)]
+    assert values == ([None] * 4 if name == "nosuch" else [None, 1.0, None, 2.0])
+    again = study_of(tmp_path, GRID | {"metric": {"name": name}})
+    assert ([*again.unfinished()], len(again.ended())) == ([], 4)
+
+
+@pytest.mark.parametrize(
+    ("metric", "overrides", "says"),
+    [
+        ({}, ["stages=[sft,rl]"], "metric=eval/accuracy needs the stage eval and"),
+        ({"name": "eval/kl"}, ["stages=[rl]", "model.path=x"], "metric=eval/kl needs the stage eval"),
+        ({}, ["task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
+         "metric=eval/accuracy needs .* answers or reward.accuracy"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_no_run_will_have_is_known_before(tmp_path, metric, overrides, says):
+    small = [option for option in SMALL if not option.startswith("task.")]
+    with pytest.raises(ConfigError, match=says):
+        check(sweep_of(tmp_path, GRID | {"metric": metric}, *small, *overrides))
+    check(sweep_of(tmp_path, GRID | {"metric": {"name": "reward"}}, *small, *overrides))
 
 
 def test_combinations_are_checked_before_the_first_run_and_named(tmp_path):

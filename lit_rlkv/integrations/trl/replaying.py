@@ -1,6 +1,7 @@
 """EvictingTrainer: the part that GRPO and RLOO share, evicting rollouts and a learner that replays them."""
 
 import copy
+import logging
 import math
 from functools import partial
 from inspect import signature
@@ -16,6 +17,7 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import get_config_model_id, pad
 
+from lit_rlkv.diagnostics.evictions import affected_shares
 from lit_rlkv.integrations.trl.batches import (
     causal_lm,
     replaced_states,
@@ -44,6 +46,8 @@ from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
+
+log = logging.getLogger(__name__)
 
 
 class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
@@ -82,6 +86,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             prepare_backbone(causal_lm(model))  # before TRL copies its attention for the reference
         self._spec = args.cache_spec()
         self._replays = args.correction == "shadow"
+        self._is_first = True
         self._rollout: Rollout | None = None
         """Rows of the batch at hand, with its columns."""
         self._learner_logps: Tensor | None = None
@@ -139,7 +144,12 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         n_padding = -n_response % (self.pad_to_multiple_of or 1)  # of TRL's completions
         self._rollout = rollout.padded(n_padding) if n_padding else rollout
         n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=device))
-        self._metrics[self._mode]["kv/bytes"].append(n_bytes.item())
+        found = {"kv/bytes": n_bytes.item(), **affected_shares(rollout, self.accelerator.reduce)}
+        for name, value in found.items():
+            self._metrics[self._mode][name].append(value)
+        if self._is_first and found["kv/affected_rows"] == 0 and not self._spec.is_dense:
+            log.warning(self._spec.explain_no_evictions("cache_", rollout.attention_mask))
+        self._is_first = False
         rows = list(zip(rollout.input_ids, rollout.rollout_logps, rollout.response_mask, strict=True))
         return [ids[mask].tolist() for ids, _, mask in rows], [
             logps[mask].tolist() for _, logps, mask in rows

@@ -134,20 +134,19 @@ def accuracies(evaluations: Mapping[str, Sequence[EvalRow]], colors: Sequence[st
     figure, axes = style.single_axes("Budget (keys per sequence, layer and KV head)", "Accuracy")
     budgets = sorted({row.budget for rows in evaluations.values() for row in rows if row.budget is not None})
     for (name, rows), color, marker in zip(evaluations.items(), colors, "soD^vPX" * 9, strict=False):
-        sparse = sorted((row.budget, row.accuracy) for row in rows if row.budget is not None)
+        known = [(row, row.accuracy) for row in rows if row.accuracy is not None]
+        sparse = sorted((row.budget, accuracy) for row, accuracy in known if row.budget is not None)
         if sparse:
             x, y = zip(*sparse, strict=True)
             axes.plot(x, y, color=color, marker=marker, ms=4.5, lw=1.8, label=name or "under the budget")
-        for row in rows:
+        for row, accuracy in known:
             interval = accuracy_interval(row)
             if row.budget is not None and interval:
-                sizes = [[row.accuracy - interval.low], [interval.high - row.accuracy]]
-                axes.errorbar(
-                    row.budget, row.accuracy, sizes, fmt="none", color=color, elinewidth=1.2, capsize=3
-                )
+                sizes = [[accuracy - interval.low], [interval.high - accuracy]]
+                axes.errorbar(row.budget, accuracy, sizes, fmt="none", color=color, elinewidth=1.2, capsize=3)
             if row.budget is None:
                 label = f"dense, {name}" if name else "dense"
-                axes.axhline(row.accuracy, color=color, lw=1.2, ls=style.DASHED, label=label, zorder=1.5)
+                axes.axhline(accuracy, color=color, lw=1.2, ls=style.DASHED, label=label, zorder=1.5)
                 if interval:
                     axes.axhspan(interval.low, interval.high, color=color, alpha=0.1, lw=0, zorder=1)
     style.share_axis(axes)

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from textwrap import wrap
 
 import matplotlib
 import numpy as np
@@ -41,6 +42,8 @@ PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, MUTED)
 """Colours of curves, in order."""
 SMALL, NORMAL = 8, 9
 """Font sizes in points."""
+MAX_LABEL, LAYOUT_GAIN = 60, 1.12
+"""Characters of a line of a legend, and how much wider the layout makes axes."""
 Dashes = str | tuple[int, tuple[int, int]]
 DASHED: Dashes = (0, (5, 3))
 PERCENT = "{x:.0%}"
@@ -80,16 +83,22 @@ def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def legend(axes: Axes, n_columns: int = 3) -> None:
-    """Add a legend above the axes, where it hides no data."""
-    n_entries = len(axes.get_legend_handles_labels()[0])
-    found = axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=n_entries if n_entries <= n_columns else 2,
-        frameon=False,
-        fontsize=SMALL,
-        borderaxespad=0.2,
-    )
+    """Add a legend above the axes, where it hides no data, in at most as many columns as have room."""
+    handles, labels = axes.get_legend_handles_labels()
+    labels = ["\n".join(wrap(label, MAX_LABEL)) for label in labels]
+    for n in range(len(labels) if len(labels) <= n_columns else 2, 0, -1):
+        found = axes.legend(
+            handles,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=n,
+            frameon=False,
+            fontsize=SMALL,
+            borderaxespad=0.2,
+        )
+        if found.get_window_extent().width <= LAYOUT_GAIN * axes.bbox.width:
+            break
     color_texts(found.get_texts())
 
 
