@@ -25,7 +25,7 @@ import torch
 from hydra_parts.measure import check_backbones, largest_fitting, measure_held
 from hydra_parts.plot import draw
 from hydra_parts.runs import DTYPES, SFT, Run, make_run
-from hydra_parts.setting import PRESETS, Setting, job_of
+from hydra_parts.setting import PRESETS, Setting, described, job_of
 from hydra_parts.tables import (
     BASELINE,
     MB,
@@ -83,10 +83,6 @@ def measure(variant: str, setting: Setting, batch: int, n_rounds: int, limit: in
 
 def row_of(result: Result, setting: Setting, limit: int) -> dict:
     return {"setting": described(setting), "limit_bytes": limit, **asdict(result)}
-
-
-def described(setting: Setting) -> dict:
-    return {**asdict(setting), "dtype": str(setting.dtype), "cache": setting.cache.label}
 
 
 def main() -> None:
