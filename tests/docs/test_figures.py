@@ -90,6 +90,13 @@ def test_the_memory_table_is_what_the_last_run_measured():
     assert f"{mb(last['hydra']['limit_bytes'])} MB" in page("memory")
 
 
+def test_the_gpu_tests_that_passed_are_those_of_the_record():
+    outcomes = {row["test"]: row["outcome"] for row in rows_of("gpu") if row["record"] == "tests"}
+    assert set(outcomes.values()) == {"passed"}
+    assert f"**{len(outcomes)} GPU tests ran, and all passed**" in page("gpu")
+    assert f"{len(outcomes)} of the 222 GPU tests of that day" in (ROOT / "README.md").read_text("utf-8")
+
+
 def test_the_work_of_the_learner_is_what_was_counted():
     for row in rows_of("shadow_work"):
         shares = [f"{100 * row[name]:.1f}" for name in ("visible", "forward", "key_gradients")]
