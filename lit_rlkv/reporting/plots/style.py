@@ -40,6 +40,8 @@ SCHEME = {
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, MUTED)
 """Colours of curves, in order."""
 SMALL, NORMAL = 8, 9
+WIDEST_LEGEND = 0.85
+"""Share of the figure's width; a wider legend gets fewer columns."""
 """Font sizes in points."""
 Dashes = str | tuple[int, tuple[int, int]]
 DASHED: Dashes = (0, (5, 3))
@@ -82,14 +84,11 @@ def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
 def legend(axes: Axes, n_columns: int = 3) -> None:
     """Add a legend above the axes, where it hides no data."""
     n_entries = len(axes.get_legend_handles_labels()[0])
-    found = axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=n_entries if n_entries <= n_columns else 2,
-        frameon=False,
-        fontsize=SMALL,
-        borderaxespad=0.2,
-    )
+    look = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    for n in range(max(n_entries, 1) if n_entries <= n_columns else 2, 0, -1):
+        found = axes.legend(**look, ncols=n, frameon=False, fontsize=SMALL)
+        if found.get_window_extent().width < WIDEST_LEGEND * found.figure.bbox.width:
+            break
     color_texts(found.get_texts())
 
 
