@@ -84,9 +84,10 @@ def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
 def legend(axes: Axes, n_columns: int = 3) -> None:
     """Add a legend above the axes, where it hides no data."""
     n_entries = len(axes.get_legend_handles_labels()[0])
-    look = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
     for n in range(max(n_entries, 1) if n_entries <= n_columns else 2, 0, -1):
-        found = axes.legend(**look, ncols=n, frameon=False, fontsize=SMALL)
+        found = axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=n, frameon=False, fontsize=SMALL, borderaxespad=0.2
+        )
         if found.get_window_extent().width < WIDEST_LEGEND * found.figure.bbox.width:
             break
     color_texts(found.get_texts())
