@@ -1,15 +1,15 @@
 """Compile the Triton kernels for NVIDIA GPUs, on any machine, and report their resources.
 
     python benchmarks/compiled.py [--arch 90] [--head-dims 64 128 256] [--dtypes bfloat16] [--ops evict]
-    python benchmarks/compiled.py --calls rare --arch 80 --dtypes float32
+    python benchmarks/compiled.py --calls rare --arch 80 --dtypes float32 [--record]
 
 Each operation is called as it would be on the GPU, cut for the one of that compute capability named below, on
 tensors without data; its kernels are compiled and not launched. Calls are the usual ones at real sizes or,
 with `--calls rare`, what else the operations take (kernel_parts/calls.py). Printed are registers a thread,
 bytes spilled a thread, shared memory of a program, and how many matrix and asynchronous-copy instructions
 there are; a kernel with several lines was compiled in several variants. Kernels that take more shared memory
-than a program can have are named, and the exit status is 1. Rows go to benchmarks/results/compiled.jsonl, one
-for each operation, type and dimension.
+than a program can have are named, and the exit status is 1. `--record` keeps a row for each operation, type
+and dimension.
 """
 
 import argparse
@@ -189,10 +189,9 @@ def main() -> None:
             for dim in args.head_dims[:1] if op.startswith("token_") else args.head_dims:
                 found = compile_operation(op, DTYPES[dtype], dim, args.arch, args.calls)
                 rows.extend((op, dtype, dim, kernel) for kernel in found)
-                if args.record:
-                    described = {"arch": args.arch, "calls": args.calls}
-                    described |= {"op": op, "dtype": dtype, "head_dim": dim}
-                    record.append(NAME, described | {"kernels": [asdict(kernel) for kernel in found]})
+                described = {"arch": args.arch, "calls": args.calls}
+                described |= {"op": op, "dtype": dtype, "head_dim": dim}
+                record.append(NAME, described | {"kernels": [asdict(kernel) for kernel in found]})
                 print(f"{op}, {dtype}, head_dim {dim}: {len(found)} kernels compiled", flush=True)
     print(f"\nTriton {triton.__version__}, sm_{args.arch}\n{report(rows)}")
     if refused := too_large(rows, DEVICES[args.arch]):
@@ -200,15 +199,12 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--arch", type=int, choices=DEVICES, default=90, help="compute capability times ten")
     parser.add_argument("--calls", choices=("usual", "rare"), default="usual")
-    parser.add_argument(
-        "--record", action=argparse.BooleanOptionalAction, default=True, help="append to results/"
-    )
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, under which nothing is compiled; unset it")

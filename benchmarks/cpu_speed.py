@@ -174,12 +174,11 @@ def update_row(path: str, n_rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--model", required=True, help="checkpoint folder, GGUF file, or qwen3_5")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=[*DECODES, "update"], default=[*DECODES, "update"])
-    parser.add_argument("--record", action="store_true", help="add the rows to benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +188,7 @@ def main() -> None:
         rows = decode_rows(path, [name for name in args.only if name in DECODES], args.rounds)
         if "update" in args.only:
             rows.append(update_row(path, args.rounds))
-    for row in rows if args.record else []:
+    for row in rows:
         record.append(NAME, {"model": Path(args.model).name, **row})
 
 

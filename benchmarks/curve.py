@@ -35,8 +35,8 @@ TOLERANCE = 1e-3
 """Relative. Processors differ by rounding; a token that is sampled otherwise moves figures by more."""
 RUN_AGAIN = (
     "python benchmarks/curve.py --record",
-    "python benchmarks/study.py --blocks one_rate    README, docs/results/study.md",
-    "python benchmarks/smollm2.py                    README, docs/results/pretrained.md",
+    "python benchmarks/study.py --record --blocks one_rate    README, docs/results/study.md",
+    "python benchmarks/smollm2.py --record                    README, docs/results/pretrained.md",
     "make notebooks",
 )
 
@@ -72,8 +72,7 @@ def moved(now: dict[str, float], then: dict[str, float]) -> str | None:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
-    parser.add_argument("--record", action="store_true")
+    parser = command_line.Parser(__doc__, NAME)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         now = measure(Path(folder))

@@ -1,6 +1,6 @@
 """Measure what the decode loop adds to the model: sampling, scores, eviction, bookkeeping.
 
-    python benchmarks/decode_overhead.py [--rounds 9]
+    python benchmarks/decode_overhead.py [--rounds 9] [--record]
 
 Three ways to decode the same number of tokens with the default model, batch and cache, in turns in one
 process. `transformers` is the bare model with its own SDPA and dense DynamicCache: prefill, then one
@@ -27,6 +27,7 @@ from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.models.presets import tiny_qwen3
 
+NAME = "decode_overhead"
 ROLLOUT, CACHE = RolloutConfig(), CacheConfig()
 BATCH = ROLLOUT.n_prompts * AlgorithmConfig().group_size
 NEW = ROLLOUT.max_new_tokens
@@ -77,7 +78,7 @@ def median_ratio(over: list[float], under: list[float]) -> float:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--rounds", type=int, default=9)
     n_rounds = parser.parse_args().rounds
     torch.manual_seed(0)
@@ -102,7 +103,7 @@ def main() -> None:
             f"{ratios['transformers']:18.2f} {ratios['pool']:10.2f}"
         )
         row = {"policy": policy, "threads": torch.get_num_threads(), "ms_per_token": ms, "loop_over": ratios}
-        record.append("decode_overhead", row)
+        record.append(NAME, row)
 
 
 if __name__ == "__main__":

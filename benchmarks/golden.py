@@ -145,7 +145,7 @@ def differences(old: object, new: object, path: str = "") -> list[str]:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__)
     parser.add_argument("action", choices=["record", "check"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent)

@@ -23,7 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import command_line
+import record
+from gpu_parts import page
 from gpu_parts.stages import LOG, PAGE, TITLES, Ended, environment, run_stage, say
+from gpu_parts.targets import figures
 
 
 def main() -> None:
@@ -39,8 +42,8 @@ def main() -> None:
     for stage in args.stages:
         say(f"\n== {stage}: {TITLES[stage]}, at most {args.minutes:g} minutes", log)
         ended = run_stage(stage, args.out, args.minutes, is_toy=args.toy)
-        page, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
-        say("\n" + page, log)
+        text, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
+        say("\n" + text, log)
         # Of the tests none may be left out; a benchmark that runs out of time goes on when it is run again.
         has_ended = ended.outcome == "done" or (ended.outcome == "out of time" and stage != "A")
         is_good = is_good and has_ended and (meets_targets or args.toy)
@@ -50,9 +53,6 @@ def main() -> None:
 def page_of(file: Path) -> str:
     """Return the page of the device and version that the last row of a file is from."""
     os.environ["BENCHMARK_RESULTS"] = str(file)
-    import record  # not at the top: it reads the file's name from the environment
-    from gpu_parts import page
-
     *_, last = (row for name in page.NAMES for row in record.rows(name))
     return page.written(page.read_records(last), last, is_toy=False)
 
@@ -76,10 +76,6 @@ def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple
     Returns:
         The part of this stage, and True if all its targets are met.
     """
-    import record  # not at the top: it reads the folder from the environment
-    from gpu_parts import page
-    from gpu_parts.targets import figures
-
     record.append("stages", {"stage": stage, **asdict(ended)})
     records = page.read_records()
     (folder / PAGE).write_text(page.written(records, record.provenance(), is_toy=is_toy), encoding="utf-8")
@@ -88,7 +84,7 @@ def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="folder of gpu.jsonl, gpu.md and gpu.log")
     target.add_argument("--page", type=Path, help="file of rows whose page to print; nothing is measured")

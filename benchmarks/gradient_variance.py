@@ -1,6 +1,6 @@
 """The gradient diagnostic: cost, agreement with brute force, and error of sketches.
 
-    python benchmarks/gradient_variance.py [--arms shadow smd tis] [--rollouts 200] [override ...]
+    python benchmarks/gradient_variance.py [--arms shadow smd tis] [--rollouts 200] [--record] [override ...]
     python benchmarks/gradient_variance.py --trained runs/... --arms shadow
 
 For each arm (an experiment preset), on the default testbed:
@@ -12,8 +12,6 @@ For each arm (an experiment preset), on the default testbed:
   variance of the gradients that training takes of them is compared with the mean of what the diagnostic
   estimates from each rollout alone, in standard errors of the difference; and the scatter of the estimates
   with the error that they state.
-
-Rows go to benchmarks/results/gradient_variance.jsonl.
 """
 
 import statistics
@@ -133,7 +131,7 @@ def report(row: dict) -> None:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--arms", nargs="+", default=["shadow", "smd", "tis"])
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--cost-iterations", type=int, default=41)

@@ -1,6 +1,6 @@
 """Memory and seconds of PPO on the five role layouts and of full SFT, measured and predicted.
 
-    python benchmarks/hydra_memory.py [--plot docs/results/pictures/hydra_memory.png]
+    python benchmarks/hydra_memory.py [--plot docs/results/pictures/hydra_memory.png] [--record]
     python benchmarks/hydra_memory.py --device cuda --preset 1b --dtype bfloat16
 
 The table of Hydra-RLHF (arXiv:2309.00754) for a random model, by real iterations of the training loop: bytes
@@ -10,7 +10,7 @@ CPU peaks are exact to what kernels use inside; on CUDA they are the allocator's
 and sequences as long as a rollout. The prediction (memory_model.py) knows the architecture only; beside it
 stand its errors, of the whole peak and of the rest, which is what comes on top of weights, adapters, heads
 and optimizer. Megabytes are 10⁶ bytes. The default takes about eight minutes on two cores; --preset tiny is
-for a look at the output. Rows go to benchmarks/results/hydra_memory.jsonl.
+for a look at the output.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 from hydra_parts.measure import check_backbones, largest_fitting, measure_held
 from hydra_parts.plot import draw
 from hydra_parts.runs import DTYPES, SFT, Run, make_run
-from hydra_parts.setting import PRESETS, Setting, job_of
+from hydra_parts.setting import PRESETS, Setting, described, job_of
 from hydra_parts.tables import (
     BASELINE,
     MB,
@@ -85,10 +85,6 @@ def row_of(result: Result, setting: Setting, limit: int) -> dict:
     return {"setting": described(setting), "limit_bytes": limit, **asdict(result)}
 
 
-def described(setting: Setting) -> dict:
-    return {**asdict(setting), "dtype": str(setting.dtype), "cache": setting.cache.label}
-
-
 def main() -> None:
     args = parse_arguments()
     setting = setting_of(args)
@@ -126,7 +122,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

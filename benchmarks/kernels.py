@@ -1,6 +1,6 @@
 """Speed of the Triton kernels, against the machine's limits and against alternatives.
 
-    python benchmarks/kernels.py
+    python benchmarks/kernels.py --record
     python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20 [--skip-flex]
     python benchmarks/kernels.py --ops decode_attention shadow_attention --tune
 
@@ -9,15 +9,15 @@ are timed in turns. Printed are the median and the 10th and 90th percentile in m
 that of the first way, which is ours, bytes and flops by formula (kernel_parts/counts.py) as rates and as a
 share of what copies of large buffers and a product of 8192 x 8192 matrices in bfloat16 reach in the same run,
 the wall-clock of the first call with compilation (if TRITON_CACHE_DIR is not set), and the most memory above
-the inputs. On CUDA caches are flushed before each call. A row for each case goes to
-benchmarks/results/kernels.jsonl at once; started again, it measures the cases that this machine and version
-of the package have no row for.
+the inputs. On CUDA caches are flushed before each call. `--record` keeps a row for
+each case at once; started again with it, it measures the cases that this machine and version of the package
+have no row for.
 
 --tune times the kernels with other tiles, warps and stages instead, a row for each of the largest operations
 in tune.jsonl.
 
 Without CUDA the sizes are toys and the Triton kernels run in Triton's interpreter, to be proven right only:
-what is timed is the plain definition, and rows are kept only with --record.
+what is timed is the plain definition.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def prepare_triton(device: str) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, "kernels")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="cases whose label contains it; _ stands for a space"
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-flex", action="store_true", help="leave out FlexAttention, which takes a minute to compile"
     )
-    command_line.add_device_options(parser)
+    command_line.add_device_option(parser)
     parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
     parser.add_argument("--tune", action="store_true", help="time other tiles, warps and stages instead")

@@ -1,6 +1,6 @@
 """Cost of a learner's step by budget and length: log-probs under replay, and their backward pass.
 
-    python benchmarks/learner.py
+    python benchmarks/learner.py --record
     python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096
 
 A decoder of random weights reads a synthetic rollout with the evictions of a simulated h2o, forward and
@@ -9,12 +9,11 @@ torch's SDPA, which knows no evictions; `dense` is replay_logps with every key a
 under the evictions, as a learner of evicting rollouts needs it, at each budget. Kernels are the plain
 definitions or Triton's. Before anything is timed, log-probs and gradients of both kernels are compared at a
 length that the definitions can take. Printed are seconds of a step, tokens per second, the peak of memory
-above the weights, and the wall-clock of the first step. A row for each length goes to
-benchmarks/results/learner.jsonl at once; started again, it measures the lengths that this machine and version
-of the package have no row for. A view that runs out of memory is named in its row; the others are measured.
+above the weights, and the wall-clock of the first step. `--record` keeps a row for each length at
+once; started again with it, it measures the lengths that this machine and version of the package have no row
+for. A view that runs out of memory is named in its row; the others are measured.
 
-Without CUDA the model is tiny, Triton's kernels are interpreted for the comparison and not timed, and rows
-are kept only with --record.
+Without CUDA the model is tiny, and Triton's kernels are interpreted for the comparison and not timed.
 """
 
 import allocator  # noqa: F401  # isort: skip  (before torch)
@@ -61,8 +60,8 @@ def main() -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
-    command_line.add_device_options(parser)
+    parser = command_line.Parser(__doc__, "learner")
+    command_line.add_device_option(parser)
     parser.add_argument("--preset", choices=PRESETS, help="default: 1.5b on CUDA, tiny on a CPU")
     parser.add_argument("--layers", type=int, help="fewer than the preset has")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence")

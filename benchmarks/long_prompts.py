@@ -1,10 +1,10 @@
 """Memory and time of long prompts: in one piece and in chunks, under a cache of 256 keys.
 
-    python benchmarks/long_prompts.py [--tokens 1024 4096 16384] [--chunk 512]
+    python benchmarks/long_prompts.py [--tokens 1024 4096 16384] [--chunk 512] [--record]
     python benchmarks/long_prompts.py --report              the tables
 
 A random model of the shape of SmolLM2-135M, in float32 on a CPU, samples a few tokens after each prompt. Each
-measurement is a process of its own and a row of benchmarks/results/long_prompts.jsonl: `allocated_mib`, the
+measurement is a process of its own and a row: `allocated_mib`, the
 most bytes of tensors at once above the weights, and `resident_mib`, by how much the peak of the process's
 memory exceeds what it held before. A learner with LoRA of rank 8 on all layers, whose activations are
 recomputed by layer, then replays the rollout forward and backward. `cpu_seconds` are of the whole rollout,
@@ -129,7 +129,7 @@ def ratio(seconds: dict[str, float]) -> float:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384])
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--whole-up-to", type=int, default=4096, help="longest prompt to read in one piece")

@@ -1,16 +1,16 @@
 """A GRPO step of every method at the size of real models: what the owner of one GPU compares.
 
-    python benchmarks/one_gpu.py [OVERRIDES] [--shapes 0.5b] [--lengths 2048] [--bits 16] [--methods smd]
-    python benchmarks/one_gpu.py model.path=Qwen/Qwen3-4B --shapes 4b      a real model of this shape
+    python benchmarks/one_gpu.py --record [OVERRIDES] [--shapes 0.5b] [--lengths 2048] [--methods smd]
+    python benchmarks/one_gpu.py --record model.path=Qwen/Qwen3-4B --shapes 4b      a real model of this shape
     python benchmarks/one_gpu.py --page                                    write docs/results/one_gpu.md
 
 Each cell is a run of the package's own loop (LoRA adapters on a frozen base of 16 or of 4 bits): a first
 iteration, which compiles, and a second one. Measured are tokens per second of the rollout, seconds of the
 learner (scoring and update) and peak memory. Without a `model.path` weights are random, kept in --folder, and
 no response ends before its length. The command stops after `--minutes`: a rollout that is cut off is
-extrapolated from its last half, a step that is cut off has no seconds. Rows go to
-benchmarks/results/one_gpu.jsonl at once; started again, the command measures the cells that are missing, and
-those that were cut off unless they had all its time. What cannot run is a row with the reason.
+extrapolated from its last half, a step that is cut off has no seconds. `--record` keeps rows at once; started
+again, the command measures the cells that are missing, and those that were cut off unless they had all its
+time. What cannot run is a row with the reason.
 
 Needs the package installed, and for 4 bits its extra `quant`. --toy runs it all at toy size on a CPU.
 """
@@ -183,7 +183,7 @@ def cells(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     is_toy = "--toy" in (sys.argv[1:] if arguments is None else arguments)
     shapes, responses = (TOY_SHAPES, TOY_RESPONSES) if is_toy else (SHAPES, RESPONSES)
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes))

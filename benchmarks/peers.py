@@ -10,8 +10,6 @@ The embedding of the end token is such that it is never sampled: all responses h
 TRL runs in a process of its own, with any Python that has `trl` and `datasets`:
 
     python -m venv trl-env && trl-env/bin/pip install trl datasets
-
-Rows go to benchmarks/results/peers.jsonl.
 """
 
 import json
@@ -296,11 +294,10 @@ def table(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--trl-python", default=sys.executable, help="Python with trl; default: this one")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that are counted")
     parser.add_argument("--only", action="append", choices=CACHES, help="cache of lit_rlkv; default: each")
-    parser.add_argument("--record", action="store_true", help="add the rows to benchmarks/results")
     args, overrides = parser.parse_known_args()
     torch.set_num_threads(1)
     for cache in args.only or CACHES:
@@ -310,8 +307,7 @@ def main() -> None:
         print(
             f"{row['times_as_fast']} times as fast as TRL ({ends[0]}–{ends[1]} over {args.rounds} rounds)\n"
         )
-        if args.record:
-            record.append(NAME, row)
+        record.append(NAME, row)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Layers of SmolLM2-135M's shape with random weights, few of the 30, and as small 
 that layers and head have their shares of the work. 16 responses of equal length; all else is as in peers.py.
 Each trainer has a process of its own with one thread and the settings of its defaults, and their steps
 alternate. The first step is not counted, unless it is the only one. Memory is the peak of the whole process.
-Rows go to benchmarks/results/peers_long.jsonl.
 """
 
 import sys
@@ -99,11 +98,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048])
     parser.add_argument("--layers", type=int, default=3, help="of 30")
     parser.add_argument("--rounds", type=int, default=2, help="steps of each trainer")
-    parser.add_argument("--record", action="store_true", help="add the rows to benchmarks/results")
     parser.add_argument("--table", action="store_true", help="print the last rows, measure nothing")
     args = parser.parse_args()
     if args.table:
@@ -113,8 +111,7 @@ def main() -> None:
     for n_tokens in args.lengths:
         row = compare(n_tokens, args.layers, args.rounds)
         print(table([row]), flush=True)
-        if args.record:
-            record.append(NAME, row)
+        record.append(NAME, row)
 
 
 if __name__ == "__main__":

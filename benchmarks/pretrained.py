@@ -1,13 +1,13 @@
 """Costs of eviction for a pretrained model: accuracy, perplexity, divergence, importance weights, replay.
 
-    python benchmarks/pretrained.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 1] [--minutes 60]
-    python benchmarks/pretrained.py --fast              a look at the output in a minute, records nothing
+    python benchmarks/pretrained.py --record [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--chunks 1]
+    python benchmarks/pretrained.py --fast              a look at the output in a minute
     python benchmarks/pretrained.py --report            tables and figure of docs/results/pretrained.md
 
 `make smollm2` or `python scripts/fetch_model.py` fetches the model. Every policy and budget answers questions
 on documents, few-shot questions and long chats; then come sampled rollouts of up to 1,024 tokens. A chunk is
-one batch of prompts. Each finished cell is a row of benchmarks/results/pretrained.jsonl; started again, it
-goes on, and with more chunks it adds prompts.
+one batch of prompts. `--record` keeps a row for each finished cell; started again, it goes on, and with more
+chunks it adds prompts.
 """
 
 import os
@@ -45,12 +45,9 @@ def model_folder(path: Path) -> Path:
     return converted_gguf(path, ROOT / "runs" / CONVERTED_MODELS) if path.suffix == ".gguf" else path
 
 
-def run(
-    folder: Path, model: str, sizes: Sizes, n_chunks: int, minutes: float, *, keeps: bool = True
-) -> list[dict]:
-    """Measure the missing cells until the minutes are over, and return all rows."""
-    rows = record.rows(NAME) if keeps else []
-    todo = missing(list(cells(sizes, n_chunks)), model, rows)
+def run(folder: Path, model: str, sizes: Sizes, n_chunks: int, minutes: float) -> list[dict]:
+    """Measure the cells that are not recorded until the minutes are over, and return all their rows."""
+    todo = missing(list(cells(sizes, n_chunks)), model, record.rows(NAME))
     stop_at = time.monotonic() + 60 * minutes
     models = rollouts.Models(folder)
     answers: Answers | None = None
@@ -65,11 +62,9 @@ def run(
             answers = None  # frees its stored prefills
             found = timed(lambda cell: rollouts.measure(models, cell), cell)
         row = {"cell": cell.described(model), **found}
-        if keeps:
-            record.append(NAME, row)
-        rows.append(row)
+        record.append(NAME, row)
         print(f"{describe(row)}   {len(todo) - place - 1} cells to go", flush=True)
-    return rows
+    return record.rows(NAME)
 
 
 def describe(row: dict) -> str:
@@ -88,12 +83,12 @@ def describe(row: dict) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
     parser.add_argument("--chunks", type=int, default=1, help="batches of prompts of each kind")
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--threads", type=int, help="of this process; default: those that torch takes")
-    parser.add_argument("--fast", action="store_true", help="few small cells, nothing recorded")
+    parser.add_argument("--fast", action="store_true", help="few small cells")
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
     args = parser.parse_args()
     if args.report:
@@ -105,9 +100,9 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     sizes, n_chunks = (FAST, 1) if args.fast else (FULL, args.chunks)
     folder = model_folder(args.model)
-    rows = run(folder, args.model.stem, sizes, n_chunks, args.minutes, keeps=not args.fast)
+    run(folder, args.model.stem, sizes, n_chunks, args.minutes)
     if args.fast:
-        print(tables.report(Results.of(rows)))
+        print(tables.report(Results.of([row for _, row in record.unrecorded])))
 
 
 if __name__ == "__main__":

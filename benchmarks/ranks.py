@@ -1,11 +1,11 @@
 """Speed-up by a second process: tokens per second of the rollout and of whole iterations.
 
-    python benchmarks/ranks.py [--rounds 3] [--iterations 8]   on an idle machine with 2 cores or more
+    python benchmarks/ranks.py [--rounds 3] [--iterations 8] [--record]   on a machine with 2 idle cores
 
 One run pinned to one core with N prompts, and one of two processes on two cores with 2N, each of which has
 the work of the first; in turns, round after round, each with one thread a process and one policy throughout
 (a learning rate of 1e-9), whose responses are as long in all of them. Medians over the iterations of all
-rounds. Rows go to benchmarks/results/ranks.jsonl.
+rounds.
 """
 
 import statistics
@@ -18,6 +18,7 @@ from fit_process import fit
 from study_parts.runs import read_metrics
 from text_table import text_table
 
+NAME = "ranks"
 SETTINGS = (
     "model.preset.hidden_size=256",
     "model.preset.num_hidden_layers=4",
@@ -88,14 +89,14 @@ def measure(n_rounds: int, n_iterations: int) -> dict[int, dict[str, float]]:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     found = measure(args.rounds, args.iterations)
     for n_ranks, values in found.items():
         record.append(
-            "ranks", {"n_ranks": n_ranks, "n_rounds": args.rounds, "n_responses": N_RESPONSES, **values}
+            NAME, {"n_ranks": n_ranks, "n_rounds": args.rounds, "n_responses": N_RESPONSES, **values}
         )
     headings = ["processes", *(f"{phase}, s" for phase in PHASES), "tokens/s of rollout"]
     rows = [

@@ -1,6 +1,7 @@
 """The record of every measurement: machine, commit, versions; one JSON line per run.
 
-Rows go to benchmarks/results, a file for each name, or all to the one file that BENCHMARK_RESULTS names.
+Rows go to benchmarks/results, a file for each name, if the command line says `--record`; without it they are
+those of the process alone, and no file changes. Where BENCHMARK_RESULTS names a file, all rows go there.
 """
 
 import hashlib
@@ -9,22 +10,25 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-ONE_FILE = os.environ.get("BENCHMARK_RESULTS")
-"""A file for the rows of all names, each with its name as `record`."""
+is_on = False
+"""True if rows go to benchmarks/results; command_line.py sets it."""
+unrecorded: list[tuple[str, dict]] = []
+"""Name and row of what this process measured without a file for it."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "lightning")
 
 
 def provenance() -> dict[str, str]:
     """Return machine, commit and versions of a measurement, without packages that are not installed."""
+    import torch  # not at the top: Triton reads its environment when it is imported
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
     versions = {name: _version(name) for name in PACKAGES}
     return {
@@ -77,9 +81,14 @@ def cpu_name() -> str:
 
 def append(name: str, row: dict) -> None:
     """Add one measurement of this name."""
+    entry = ({} if one_file() is None else {"record": name}) | provenance() | row
+    if not is_on and one_file() is None:
+        if not unrecorded:
+            print(f"not recorded; --record adds rows to benchmarks/results/{name}.jsonl", file=sys.stderr)
+        unrecorded.append((name, entry))
+        return
     path = _path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    entry = ({} if ONE_FILE is None else {"record": name}) | provenance() | row
     with path.open("a") as file:
         file.write(json.dumps(entry) + "\n")
 
@@ -88,11 +97,18 @@ def rows(name: str) -> list[dict]:
     """All measurements of this name, in the order of their time."""
     path = _path(name)
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return found if ONE_FILE is None else [row for row in found if row["record"] == name]
+    found += [row for of, row in unrecorded if of == name]
+    return found if one_file() is None else [row for row in found if row["record"] == name]
+
+
+def one_file() -> str | None:
+    """Return the file for the rows of all names, each with its name as `record`, if there is one."""
+    return os.environ.get("BENCHMARK_RESULTS")
 
 
 def _path(name: str) -> Path:
-    return RESULTS / f"{name}.jsonl" if ONE_FILE is None else Path(ONE_FILE)
+    file = one_file()
+    return RESULTS / f"{name}.jsonl" if file is None else Path(file)
 
 
 def find(name: str, **wanted: object) -> dict | None:

@@ -1,20 +1,19 @@
 """The three records that a replay reads: their size, and the replay gap if one of them is left out.
 
-    python benchmarks/recorded_choices.py [--device cuda] [--tokens 96]
-    python benchmarks/recorded_choices.py --fast          a look at the output, records nothing
+    python benchmarks/recorded_choices.py [--device cuda] [--tokens 96] [--record]
+    python benchmarks/recorded_choices.py --fast          a look at the output
 
 Small random mixtures of experts sample under an evicting cache with top_k and top_p, and record evictions,
 sampling masks and experts. The same weights replay all three, all but one, or none. The gap is
-|log π − log μ| in nats: the mean over seeds, and the largest of all tokens. A run is a row of
-benchmarks/results/recorded_choices.jsonl.
+|log π − log μ| in nats: the mean over seeds, and the largest of all tokens.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+import command_line
 import record
 import torch
 from sampled import gap, sample
@@ -106,14 +105,12 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rows", type=int, default=8, help="sequences (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="response tokens (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="models and rollouts (%(default)s)")
-    parser.add_argument(
-        "--fast", action="store_true", help="1 seed, 2 sequences of 32 tokens; records nothing"
-    )
+    parser.add_argument("--fast", action="store_true", help="1 seed, 2 sequences of 32 tokens")
     asked = parser.parse_args(arguments)
     n_rows, n_tokens, n_seeds = (2, 32, 1) if asked.fast else (asked.rows, asked.tokens, asked.seeds)
     found = [
@@ -125,9 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{FAMILY}, {n_seeds} seeds, {n_rows} sequences of {n_tokens} tokens on {asked.device}")
     print(f"cache {CACHE.label}, {sampling}; gaps in nats\n")
     print(tables(found))
-    if not asked.fast:
-        settings = {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "cache": CACHE.label}
-        record.append(NAME, settings | SAMPLING | {"family": FAMILY, "figures": found})
+    settings = {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "cache": CACHE.label}
+    record.append(NAME, settings | SAMPLING | {"family": FAMILY, "figures": found})
 
 
 if __name__ == "__main__":

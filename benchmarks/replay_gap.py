@@ -1,16 +1,16 @@
 """Replay gap: log-probs of a rollout as the learner replays them, minus the sampler's, in 16 and in 32 bit.
 
-    python benchmarks/replay_gap.py [--preset 1.5b|tiny] [--dtypes bfloat16 float32] [--budget 1024]
+    python benchmarks/replay_gap.py [--preset 1.5b|tiny] [--dtypes bfloat16 float32] [--record]
     python benchmarks/replay_gap.py --model models/gemma-3-270m-q4_k_m.gguf --dtypes float32 --budget 256 \
         --policies h2o snapkv --batch 2 --prompt 1792 --new 256 [--show]
 
 A model of random weights, or a pretrained one (GGUF file or checkpoint folder) on text of this repository,
 samples under an evicting cache; one forward then replays the rollout. Printed are mean, 99th percentile and
 largest value of |replayed − sampled| over all response tokens, in nats; the mean of the same for a rollout
-that evicts nothing, which is rounding alone; and, as a control, for a learner that sees every key. A row for
-each dtype and policy goes to benchmarks/results/replay_gap.jsonl; started again, it measures what this
-machine and version of the package have no row for. `--show` prints instead how a pretrained model goes on
-with the first prompt, greedily, with all keys and under each policy.
+that evicts nothing, which is rounding alone; and, as a control, for a learner that sees every key. `--record`
+keeps a row for each dtype and policy; started again with it, it measures what this machine and version of the
+package have no row for. `--show` prints instead how a pretrained model goes on with the first prompt,
+greedily, with all keys and under each policy.
 """
 
 import allocator  # noqa: F401  # isort: skip  (before torch)
@@ -104,7 +104,7 @@ def show(setting: Pretrained, specs: Sequence[CacheSpec]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
@@ -119,7 +119,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a pretrained model's prompts")
     parser.add_argument("--show", action="store_true", help="print texts, and measure nothing")
     parser.add_argument("--new", type=int, help="tokens of a response; default: a quarter of the preset's")
-    parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
     command_line.add_restart_options(parser)
     arguments = parser.parse_args()
     arguments.budget = arguments.budget or PRESETS[arguments.preset].budgets[0]
@@ -129,7 +128,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    records = arguments.record or arguments.device == "cuda"
     setting = Setting(
         arguments.preset, "h2o", arguments.batch, arguments.new, 1, torch.device(arguments.device)
     )
@@ -152,14 +150,13 @@ def main() -> None:
             "prompt": arguments.prompt or setting.shape.prompt,
             "new": arguments.new,
         }
-        row = record.find(NAME, **key) if records and not arguments.again else None
+        row = record.find(NAME, **key) if arguments.record and not arguments.again else None
         if row is None and limit.is_over:
             print(f"{key['model']}, {dtype}, {spec.policy}: no time left; start again to go on")
             continue
         if row is None:
             row = key | measure(settings[dtype], spec, arguments.kernels)
-            if records:
-                record.append(NAME, row)
+            record.append(NAME, row)
         print_row(row)
 
 

@@ -9,10 +9,10 @@ Ours: tokens per second and allocated cache bytes at each budget; the first call
 Theirs: transformers.generate with its own dense cache, at the largest batch that fits, found by halving. The
 time of a step is nearly linear in the length, so steps are timed at four lengths and integrated over all.
 
-The first budget comes first, then theirs, then the other budgets. A row for each goes to
-benchmarks/results/rollout.jsonl at once; started again, it measures what this machine and version of the
-package have no row for. `--minutes` stops in time: a rollout that is cut off is extrapolated from its last
-half, and measured again by a restart. Both kinds of estimate say so in their row (`"integrated": true`).
+The first budget comes first, then theirs, then the other budgets. `--record` keeps a row for each at once;
+started again with it, it measures what this machine and version of the package have no row for. `--minutes`
+stops in time: a rollout that is cut off is extrapolated from its last half, and measured again by a restart.
+Both kinds of estimate say so in their row (`"integrated": true`).
 """
 
 import allocator  # noqa: F401  # isort: skip  (before torch)
@@ -53,7 +53,7 @@ def measurements(
 
 
 def parse() -> tuple[argparse.Namespace, Setting]:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--preset", choices=PRESETS, default="1.5b" if has_cuda else "tiny")
@@ -62,7 +62,6 @@ def parse() -> tuple[argparse.Namespace, Setting]:
     parser.add_argument("--new", type=int)
     parser.add_argument("--budgets", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--record", action="store_true", help="append to results/ on a CPU too")
     parser.add_argument("--skip-theirs", action="store_true", help="leave out transformers.generate")
     parser.add_argument("--compile-layers", action="store_true", help="rollout.compile_layers=true, for ours")
     command_line.add_restart_options(parser)
@@ -82,12 +81,11 @@ def parse() -> tuple[argparse.Namespace, Setting]:
 
 def main() -> None:
     arguments, setting = parse()
-    records = arguments.record or setting.device.type == "cuda"
     common = {"preset": setting.preset, "policy": setting.policy, "rounds": setting.rounds}
     limit, rows = TimeLimit(arguments.minutes), []
     todo = measurements(setting, arguments.budgets, limit, skip_theirs=arguments.skip_theirs)
     for key, measure in todo:
-        row = record.find(NAME, **common, **key) if records and not arguments.again else None
+        row = record.find(NAME, **common, **key) if arguments.record and not arguments.again else None
         if row is None and limit.is_over:
             print(f"{key.get('cache', key.get('budget'))}: no time left; start again to go on")
             continue
@@ -95,8 +93,7 @@ def main() -> None:
             print_row(row)
         for found in measure() if row is None else ():
             row = common | found
-            if records:
-                record.append(NAME, row)
+            record.append(NAME, row)
             print_row(row)
         rows.append(row)
     print_ratios(rows)

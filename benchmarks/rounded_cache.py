@@ -1,6 +1,6 @@
 """Rounded keys and values on a pretrained model: what they cost at equal bytes, and how exact the replay is.
 
-    python benchmarks/rounded_cache.py [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts replay]
+    python benchmarks/rounded_cache.py --record [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts replay]
     python benchmarks/rounded_cache.py --report         tables and figure of docs/results/pretrained.md
 
 `make smollm2` fetches the model. *answers*: documents and few-shot questions, the prompts and the measures of
@@ -9,8 +9,8 @@ benchmarks/pretrained.py, for each `cache.dtype` with all keys and at the budget
 bit. *replay*: a rollout of text, and the gap of its replay by the learner, by one without the record of the
 codes, and by one that does not round. *drift*: the error of vectors that moved since their codes were
 recorded, without a model. *schemes*: the KL of rounding with and without a zero point, over text
-with all keys. Each cell is a row of benchmarks/results/rounded_cache.jsonl; started again, it measures what
-is missing.
+with all keys. `--record` keeps a row for each cell; started again, it measures what is
+missing.
 """
 
 import os
@@ -88,7 +88,7 @@ MAKERS = {"schemes": scheme_cells, "replay": replay_cells, "drift": drift_cells,
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("model", nargs="?", type=Path, default=MODEL, help="GGUF file or checkpoint folder")
     parser.add_argument("--parts", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")

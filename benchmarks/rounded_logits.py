@@ -1,17 +1,16 @@
 """Replay gap of a small random model by precision, with logits in float32 and rounded to 16 bit.
 
-    python benchmarks/rounded_logits.py [--device cuda] [--tokens 128]
-    python benchmarks/rounded_logits.py --fast                          a look at the output, records nothing
+    python benchmarks/rounded_logits.py [--device cuda] [--tokens 128] [--record]
+    python benchmarks/rounded_logits.py --fast                          a look at the output
 
 *float32* logits are what the package computes from 16-bit operands. *rounded* logits are those of a plain
-`nn.Linear`, in 16 bit. The gap is |log π − log μ| of replayed and sampled log-probs, in nats. Every run is a
-row of benchmarks/results/rounded_logits.jsonl.
+`nn.Linear`, in 16 bit. The gap is |log π − log μ| of replayed and sampled log-probs, in nats.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+import command_line
 import record
 import torch
 from sampled import gap, sample
@@ -86,11 +85,11 @@ def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rows", type=int, default=8, help="sequences (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="response tokens (%(default)s)")
-    parser.add_argument("--fast", action="store_true", help="2 sequences of 32 tokens; records nothing")
+    parser.add_argument("--fast", action="store_true", help="2 sequences of 32 tokens")
     asked = parser.parse_args(arguments)
     n_rows, n_tokens = (2, 32) if asked.fast else (asked.rows, asked.tokens)
     found = run(asked.device, n_rows, n_tokens)
@@ -99,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = [[*(row[key] for key in keys), *(f"{row[value]:.1e}" for value in values)] for row in found]
     print(f"{n_rows} sequences of {n_tokens} tokens on {asked.device}; |log π − log μ| in nats\n")
     print(text_table((*keys, *values), lines, n_left=len(keys)))
-    if not asked.fast:
-        record.append(NAME, {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "gaps": found})
+    record.append(NAME, {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "gaps": found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Count the work that the lists and slots of shadow attention leave; no GPU is needed.
 
-    python benchmarks/shadow_work.py [--seq 16384] [--interval 128] [--kv-heads 8]
+    python benchmarks/shadow_work.py [--seq 16384] [--interval 128] [--kv-heads 8] [--record]
 
 Evictions are simulated after h2o. Printed, as a share of the pairs of dense causal attention: pairs of
 a query and a key that the sampler saw, the least that any exact kernel computes; pairs in the tiles that the
@@ -19,6 +19,7 @@ from torch import Tensor
 from lit_rlkv.kernels.shadow_attention import SlotPlan, plan_slots
 from lit_rlkv.kernels.shadow_attention.tiles import LARGE
 
+NAME = "shadow_work"
 CASES = ((256, 1024), (256, 2048), (256, 4096), (300, 1024), (4096, 1024), (8192, 1024))
 """Prompt and budget; after a prompt of 300 tokens, evictions fall within blocks of queries."""
 TILES = LARGE[128]
@@ -70,14 +71,15 @@ def tile_pairs(
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--seq", type=int, default=16_384)
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--kv-heads", type=int, default=8)
     arguments = parser.parse_args()
-    rows = [count(arguments.seq, arguments.interval, arguments.kv_heads, *case) for case in CASES]
+    asked = {"seq": arguments.seq, "interval": arguments.interval, "kv_heads": arguments.kv_heads}
+    rows = [count(*asked.values(), *case) for case in CASES]
     for row in rows:
-        record.append("shadow_work", vars(arguments) | row)
+        record.append(NAME, asked | row)
     cells = [
         [f"{row['prompt']}, {row['budget']}"]
         + [f"{row[name]:.3f}" for name in ("visible", "forward", "forward_wholly")]

@@ -1,7 +1,7 @@
 """recipe=smollm2 with several seeds: accuracy before and after RL, under its budget and with all keys.
 
     python scripts/fetch_model.py                                    fetches the model
-    python benchmarks/smollm2.py [--seeds 0 1 2] [--runs-dir runs]
+    python benchmarks/smollm2.py --record [--seeds 0 1 2] [--runs-dir runs]
     python benchmarks/smollm2.py --report                        the table
 
 One seed after another, each as `make smollm2 ARGS="seed=..."` would run it; a seed that has finished is not
@@ -113,7 +113,7 @@ def report(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--report", action="store_true", help="print the table, run nothing")

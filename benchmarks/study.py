@@ -1,6 +1,6 @@
 """Does compressing the KV cache hurt RL, and what repairs it: every arm, its controls, tasks, budgets.
 
-    python benchmarks/study.py [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
+    python benchmarks/study.py --record [--blocks rates main ...] [--jobs 2] [--minutes 90] [--runs-dir runs]
     python benchmarks/study.py --report                     tables and figures of what has been run
     python benchmarks/study.py --report --rows study_earlier   tables of runs before 2026-11-25, evicted later
 
@@ -154,7 +154,7 @@ def describe(row: dict) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, runs.NAME)
     parser.add_argument("--blocks", nargs="+", default=["rates", *plan.BLOCKS, "clock", "evictions"])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=90)

@@ -5,7 +5,7 @@
 
 Model, prompts, reward and settings are those of peers.py; both trainers get the same arguments but for the
 cache. Each runs in a process of its own with one thread, and their steps alternate, so that a busy machine
-slows all of them. All responses have the same length. Rows go to benchmarks/results/trl_side_by_side.jsonl.
+slows all of them. All responses have the same length.
 """
 
 import sys
@@ -92,9 +92,8 @@ def table(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that are counted")
-    parser.add_argument("--record", action="store_true", help="add the row to benchmarks/results")
     parser.add_argument(
         "--table", action="store_true", help="print the last row of the record, measure nothing"
     )
@@ -105,8 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     row = compare(args.rounds)
     print(table(row))
-    if args.record:
-        record.append(NAME, row)
+    record.append(NAME, row)
 
 
 if __name__ == "__main__":

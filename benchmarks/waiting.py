@@ -1,6 +1,6 @@
 """How long a rollout stands still while responses wait for their environments, on a CPU.
 
-    python benchmarks/waiting.py [--rounds 3]
+    python benchmarks/waiting.py [--rounds 3] [--record]
     python benchmarks/waiting.py --report              the table
 
 64 responses of up to 8 turns to an environment that answers at once, and to ones that sleep for 0.1 to 2 s
@@ -8,8 +8,7 @@ or 0.4 to 8 s, at random, in their threads. The model is the one of the default 
 is one of 51, so that a turn has some 50 tokens and a response some 400.
 
 `waiting_s` are the seconds in which no row could go on without an answer, `forward_s` those in forwards of
-the model. What is left samples tokens, evicts, and passes texts on. Rows are in
-benchmarks/results/waiting.jsonl.
+the model. What is left samples tokens, evicts, and passes texts on.
 """
 
 import argparse
@@ -175,7 +174,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = command_line.parser(__doc__)
+    parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--report", action="store_true", help="print the table of what has been measured")
     args: argparse.Namespace = parser.parse_args()

@@ -62,7 +62,11 @@ KERNEL_TESTS = tuple(
 )
 N_PROCESSES = 4
 """Of the kernel tests: most of their time is compilation."""
-COMPILED_TESTS = ("tests/rollout/test_compiled_layers.py", "tests/models/test_lm_head.py")
+LAST_TESTS = (
+    "tests/rollout/test_compiled_layers.py",
+    "tests/models/test_lm_head.py",
+    "tests/rollout/test_turns.py",
+)
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")
 
 Command = list[str]
@@ -92,7 +96,7 @@ def tests_of(stage: str, *, is_toy: bool) -> list[list[Command]]:
         return [[pytest_command(QUICK_TESTS, "gpu"), *kernels]]
     if stage == "A":
         kernels = [pytest_command(KERNEL_TESTS[i::N_PROCESSES], "gpu") for i in range(N_PROCESSES)]
-        return [[pytest_command(QUICK_TESTS, "gpu")], kernels, [pytest_command(COMPILED_TESTS, "gpu")]]
+        return [[pytest_command(QUICK_TESTS, "gpu")], kernels, [pytest_command(LAST_TESTS, "gpu")]]
     return []
 
 

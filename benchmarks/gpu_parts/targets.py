@@ -18,6 +18,14 @@ SHADOW_TOKENS = 16_384
 SHADOW_OVER_FLASH = {1024: 4.0, 2048: 2.4, 4096: 1.4}
 """Time of torch's dense flash attention over shadow attention's, forward and backward, by budget."""
 ROLLOUT = {"preset": "1.5b", "batch": 256, "new": 8192, "budget": 1024}
+COSTS = (
+    ("first call", "first_s", "s"),
+    ("whole", "median_s", "s"),
+    ("KV cache", "kv_mib", "MiB"),
+    ("KV cache, share of all keys", "kv_of_dense", ""),
+    ("peak memory", "peak_mib", "MiB"),
+)
+"""What else a rollout's row has: name, entry and unit."""
 ROLLOUT_OVER_GENERATE = 6.0
 ROLLOUT_TOKENS_PER_S = 30_000
 """Least rate on an H100."""
@@ -84,9 +92,18 @@ def kernels(records: Records) -> Iterator[Figure]:
         yield Figure("B", f"{name} dense cuDNN", _ratio(row, "dense cuDNN", "shadow"))
         with_plan = _ratio(row, "dense flash", "shadow and its plan")
         yield Figure("B", f"{name} dense flash, plan included", with_plan)
+        for arm in ("shadow", "dense cuDNN"):
+            if (work := _arm(row, arm, "work")) is not None:
+                rate = work["n_flops"] / _arm(row, arm, "seconds")["median"] / 1e12
+                what = f"shadow attention, {SHADOW_TOKENS} tokens, budget {budget}: {arm}"
+                yield Figure("B", what, rate, unit="TFLOP/s")
     for row in {(row["op"], row["label"]): row for row in rows}.values():
         if "arms" not in row:
             yield Figure("B", f"{row['op']}, {row['label']}: {_why_not(row)}", None)
+        ours, *others = row.get("arms", [None])
+        for arm in others if row["op"] != "shadow_attention" else ():
+            over = arm["seconds"]["median"] / ours["seconds"]["median"]
+            yield Figure("B", f"{row['op']}, {row['label']}: time of {arm['name']} over {ours['name']}", over)
 
 
 def quick(records: Records) -> Iterator[Figure]:
@@ -125,6 +142,14 @@ def rollout(records: Records) -> Iterator[Figure]:
     yield Figure("C", "rollout, compiled layers", value, target, unit=units[1])
     batch = f", batch {theirs['batch']}" if theirs and "batch" in theirs else ""
     yield Figure("C", f"transformers.generate{batch}", theirs and theirs["tokens_per_s"], unit="tokens/s")
+    if theirs and "fit_error" in theirs:
+        yield Figure(
+            "C", "transformers.generate, largest distance of a step from the line", theirs["fit_error"]
+        )
+    for name, row in (("rollout", ours), ("rollout, compiled layers", compiled)):
+        for what, entry, unit in COSTS:
+            if row and row.get(entry) is not None:
+                yield Figure("C", f"{name}, {what}", row[entry], unit=unit)
     gaps = records.get("replay_gap", ())
     models = dict.fromkeys([GAP_MODEL, *(row["model"] for row in gaps)])
     for model in models:
@@ -132,6 +157,7 @@ def rollout(records: Records) -> Iterator[Figure]:
         for statistic, target in BF16_GAP.items():
             value = sixteen and sixteen["gap"][statistic]
             yield Figure("C", f"gap in bf16, {model}, {statistic}", value, target, at_most=True, unit="nats")
+        yield Figure("C", f"gap in bf16, {model}, max", sixteen and sixteen["gap"]["max"], unit="nats")
         ratio = (
             sixteen and "no_eviction" in sixteen and sixteen["gap"]["mean"] / sixteen["no_eviction"]["mean"]
         )
@@ -153,6 +179,12 @@ def learner(records: Records) -> Iterator[Figure]:
             if arm["name"].startswith("shadow"):
                 name = f"learner's step, {tokens} tokens, {arm['name']}, speed over torch's dense"
                 yield Figure("D", name, _ratio(row, "torch dense", arm["name"]))
+            if "peak_bytes" in arm:
+                name = f"learner's step, {tokens} tokens, {arm['name']}"
+                yield Figure("D", name, 1e3 * arm["seconds"]["median"], unit="ms")
+                yield Figure(
+                    "D", f"{name}, peak memory above the weights", arm["peak_bytes"] / 1e9, unit="GB"
+                )
         for failed in row.get("failed", ()):
             if failed["out_of_memory"]:
                 yield Figure("D", f"learner's step, {tokens} tokens, {failed['name']}: out of memory", None)
@@ -181,7 +213,7 @@ def _latest(rows: Sequence[Row], **wanted: Any) -> Row | None:
 
 def _arm(row: Row | None, name: str, entry: str) -> Any:
     """Return an entry of an arm; None if there is no such row, it was refused, or the arm did not run."""
-    return next((arm[entry] for arm in (row or {}).get("arms", ()) if arm["name"] == name), None)
+    return next((arm.get(entry) for arm in (row or {}).get("arms", ()) if arm["name"] == name), None)
 
 
 def _ratio(row: Row | None, over: str, under: str) -> float | None:

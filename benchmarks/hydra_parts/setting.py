@@ -1,6 +1,6 @@
 """The model and the lengths that all variants of the memory table share."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 
 import torch
@@ -97,6 +97,11 @@ def make_backbone(setting: Setting) -> PreTrainedModel:
             sizes.pop("vocab_size"), PAD, PAD + 1, max_position_embeddings=n_positions, **sizes
         )
     return prepare_backbone(model.type(setting.dtype).eval())
+
+
+def described(setting: Setting) -> dict:
+    """Return a setting as a row of the record has it."""
+    return {**asdict(setting), "dtype": str(setting.dtype), "cache": setting.cache.label}
 
 
 def job_of(setting: Setting, batch: int) -> Job:

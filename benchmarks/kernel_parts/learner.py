@@ -77,8 +77,7 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
             row = record_row(result, setting)
             results.append(result)
             print(result.in_short, flush=True)
-        if args.record:
-            record.append(NAME, {"asked": asked, **row})
+        record.append(NAME, {"asked": asked, **row})
     if results:
         print("\n" + report(results, setting, shape))
     if refused:

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
                 row = record_row(result, setting, limits)
                 results.append(result)
                 print(f"{op}, {result.in_short}", flush=True)
-            if args.record:
-                record.append(NAME, row)
+            record.append(NAME, row)
     print("\n" + report(results, setting, limits))
     if refused:
         sys.exit("\n".join(refused))
@@ -87,8 +86,7 @@ def tune(args: argparse.Namespace) -> str:
             continue
         found = tune_case(op, *builders[0], setting, limit)
         release(setting.device)
-        if args.record:
-            record.append("tune", found.row())
+        record.append("tune", found.row())
         tables.append(str(found))
         print(f"{op}: tuned", flush=True)
     print("\n" + "\n\n".join(tables))

@@ -21,9 +21,9 @@ What the owner of one GPU compares: a GRPO step of every method, with LoRA adapt
 {state}
 
 ```bash
-python benchmarks/one_gpu.py            # measures for 8 minutes; started again, it measures what is missing
+python benchmarks/one_gpu.py --record   # measures for 8 minutes; started again, it measures what is missing
 python benchmarks/one_gpu.py --page     # writes this page
-python benchmarks/one_gpu.py model.path=Qwen/Qwen3-4B --shapes 4b
+python benchmarks/one_gpu.py --record model.path=Qwen/Qwen3-4B --shapes 4b
 ```
 
 A cell is **tokens/s of the rollout · seconds of the learner (scoring and update) · peak memory in GiB**.

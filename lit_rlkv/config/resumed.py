@@ -34,6 +34,10 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
+WHY_NOT = {
+    "algorithm.n_iterations": "; the learning rate falls to 0 at the last iteration, so a run is extended "
+    "only with algorithm.lr_schedule=constant from its start"
+}
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -109,7 +113,8 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
     Raises:
         ConfigError: the configs differ in a setting that training depends on.
     """
-    changed = [f"{name}: {was} -> {now}" for name, (was, now) in differences(saved, asked).items()]
+    found = differences(saved, asked)
+    changed = [f"{name}: {was} -> {now}{WHY_NOT.get(name, '')}" for name, (was, now) in found.items()]
     why = (
         f"{run_dir} holds a run with another config, which cannot change on resume; leave out what differs, "
         "or start another run in a folder of its own:"

@@ -17,7 +17,7 @@ def run_compiled(*arguments: str, **environment: str) -> subprocess.CompletedPro
     """Run the program in a process that compiles kernels; this one interprets them."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "compiled.py"), "--no-record", *arguments],
+        [sys.executable, str(BENCHMARKS / "compiled.py"), *arguments],
         capture_output=True,
         text=True,
         check=False,

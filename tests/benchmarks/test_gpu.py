@@ -37,6 +37,7 @@ MODULES = (
     "tests.conftest",
     "tests.kernels.test_evict",
     "tests.rollout.test_decoder",
+    "tests.rollout.test_turns",
 )
 
 
@@ -289,6 +290,12 @@ def test_the_page_of_the_committed_run_is_written_anywhere():
     assert done.returncode == 0, done.stderr[-2000:]
     assert "NVIDIA H100" in done.stdout
     assert "| tests that failed | 0 | at most 0 | met |" in done.stdout
+    # What docs/results/gpu.md says besides figures with a target.
+    for figure in (
+        *("8,064 MiB", "0.136", "16,360 MiB", "17 s", "21.2 s", "0.127", "0.106 nats", "18.7", "19.3"),
+        *("6.13", "1.48", "0.904", "194 TFLOP/s", "138 TFLOP/s", "599 TFLOP/s", "574 ms", "54.4 GB"),
+    ):
+        assert f" {figure} |" in done.stdout, figure
 
 
 def test_without_a_gpu_only_the_toy_runs(tmp_path: Path):

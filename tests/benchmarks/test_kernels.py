@@ -101,9 +101,7 @@ def test_the_command_of_the_readme_runs():
     assert "of the decode attention between two compactions" in done.stdout
 
 
-def test_nothing_is_recorded_by_default_where_kernels_are_interpreted():
-    assert not kernels.parse_arguments(["--device", "cpu"]).record
-    assert kernels.parse_arguments(["--device", "cuda"]).record
+def test_sizes_are_toys_where_kernels_are_interpreted():
     assert kernels.parse_arguments(["--device", "cpu"]).size == "toy"
     assert kernels.parse_arguments(["--device", "cuda"]).size == "real"
 

@@ -45,6 +45,7 @@ def test_every_key_and_option_that_the_table_of_foreign_names_has_exists():
         ("max_steps", "algorithm.n_iterations"),
         ("temperature", "rollout.temperature"),
         ("val_kwargs.temperature", "evaluation.temperature"),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p", "evaluation.top_p"),
         ("loss_type", "algorithm=dr_grpo"),
         ("per_device_train_batch_size", "rollout.n_prompts"),
         ("trainer.max_epochs", "algorithm.n_iterations"),

@@ -61,6 +61,14 @@ def test_mistakes_of_a_resumed_run_are_told_before_torch_is_imported(tmp_path):
     assert [line for line, says in zip(said, mistakes.values(), strict=True) if says not in line] == []
 
 
+def test_a_run_is_extended_only_if_its_learning_rate_is_constant(tmp_path):
+    folder = leave_run(tmp_path / "linear")
+    with pytest.raises(ConfigError, match=r"-> 999; .* only with algorithm.lr_schedule=constant"):
+        resumed(folder, "algorithm.n_iterations=999")
+    folder = leave_run(tmp_path / "constant", "algorithm.lr_schedule=constant")
+    assert resumed(folder, "algorithm.n_iterations=999")[0].algorithm.n_iterations == 999
+
+
 def test_a_run_keeps_its_labels_when_it_is_resumed(tmp_path):
     folder = leave_run(tmp_path / "run", "logger=wandb", "experiment=tis", "task=recall", "seed=3")
     cfg, choices = resumed(folder)

@@ -7,6 +7,7 @@ import pytest
 
 from lit_rlkv.config.composing import groups, options_of
 from lit_rlkv.config.keys import TABLES, foreign_rows
+from lit_rlkv.kvcache import POLICIES
 from tests.docs.pages import PAGES, ROOT
 
 GROUPS = {*groups()}
@@ -16,6 +17,13 @@ PROSE = [page for page in PAGES if not page.startswith("docs/reference/")]
 THEIRS = {name for table in TABLES for theirs, _, _ in foreign_rows(table) for name in theirs}
 FREE = ("cache.policy_options.", "reward.functions.")
 """Nodes with names that the user chooses."""
+LISTS_OF_POLICIES = {
+    "README.md": r"^- \*\*Eviction policies\*\*.*$",
+    "docs/concepts/evicting-cache.md": r"^\| policy \| keeps the keys \|.*?\n\n",
+    "docs/how-to/inside-trl.md": r"^\| kvpress \| `policy` \|.*?\n\n",
+    "notebooks/02_anatomy_of_a_shadow_mask.ipynb": r"the last four are protected\..*?How many",
+}
+"""Lists that name every policy; the notebook's are those without training."""
 
 
 @pytest.mark.parametrize(("page", "key"), [("config", "algorithm.kl.weight"), ("commands", "evaluate.ckpt")])
@@ -58,3 +66,11 @@ PAGES_OF_CODE = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"](
 @pytest.mark.parametrize("path", PAGES_OF_CODE, ids=lambda path: path.name)
 def test_the_pages_that_are_made_from_the_code_are_up_to_date(path):
     assert path.read_text(encoding="utf-8") == PAGES_OF_CODE[path], "run python scripts/reference.py"
+
+
+@pytest.mark.parametrize("page", LISTS_OF_POLICIES)
+def test_a_list_of_the_policies_has_all_of_them(page):
+    flags = re.M | (0 if page == "README.md" else re.S)
+    (found,) = re.findall(LISTS_OF_POLICIES[page], (ROOT / page).read_text(encoding="utf-8"), flags)
+    left_out = {"learned"} if page.endswith(".ipynb") else set()
+    assert {name for name in POLICIES if f"`{name}`" not in found} == left_out

@@ -33,7 +33,7 @@ def mismatch_by_position(measured: Measured) -> Figure:
         value = _column(measured, name)
         value[value < ROUNDING] = np.nan
         _plot(axes, measured, value, color, label)
-    axes.set_ylim(bottom=ROUNDING)
+    axes.set_xlim(left=0)
     return _finish(figure, axes, measured)
 
 

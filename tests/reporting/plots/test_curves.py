@@ -93,6 +93,15 @@ def test_every_correction_has_its_curve():
     assert drawn == [f"kv/arms/{name}/ess" for name in CORRECTION_WEIGHTS]
 
 
+def test_a_legend_is_no_wider_than_the_figure_and_leaves_the_axes_their_width():
+    names = ("rollout_corr/k3_kl", "kv/dense_k3_kl", "smd/kl", "teacher/kl", "kv/replay_gap")
+    figure = curves.draw("Mismatch of sampler and learner", history(**{key: [0.0] for key in names}))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert axes.get_legend().get_window_extent().x1 < figure.bbox.width
+    assert axes.get_window_extent().width > 0.8 * figure.bbox.width
+
+
 def test_curves_are_drawn_by_their_title():
     figure = curves.draw("Reward", history(reward=[0.5], reward_std=[0.1]))
     assert labels(figure) == ["mean", "std in a group"]

@@ -13,6 +13,9 @@ def test_mismatch_is_drawn_by_position_without_what_is_rounding():
     np.testing.assert_array_equal(line(figure, "KL, mean").get_ydata(), [NAN, 0.01, 0.2, 1.5])
     tail = line(figure, "|log ρ|, 99th percentile").get_ydata()
     np.testing.assert_array_equal(tail, [NAN, 0.5, 8.0, 30.0])
+    # From the first position, also of those without a dot, and over no decade without any.
+    assert figure.axes[0].get_xlim()[0] == 0
+    assert figure.axes[0].get_ylim()[0] > 1e-3
 
 
 def test_a_rollout_without_mismatch_has_a_picture_too():
