@@ -258,14 +258,14 @@ class TrainingRun:
             logger.file(checkpoint.path, "model")
 
     def _save_evictions(self) -> None:
-        """Write what the report shows of the evaluation rollout; a failure costs two figures, not the run."""
+        """Write what the report shows of the evaluation rollout; a failure costs a figure, not the run."""
         if self.results.rollout is None:
             return
         try:
             record = json.dumps(self._eviction_record(self.results.rollout))
             write_atomically(self.run_dir / EVICTIONS, record)
         except Exception as error:
-            log.warning("the report has no cache fill and no key lifetimes: %s", error)
+            log.warning("the report has no key lifetimes: %s", error)
 
     def _draw(self, rollout: Rollout) -> list[Picture]:
         return figures(replace(self._report(), evictions=self._eviction_record(rollout)))
