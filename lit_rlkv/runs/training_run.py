@@ -32,7 +32,7 @@ from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
 from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.pictures import Picture, figures
 from lit_rlkv.reporting.progress import ProgressBar, say
-from lit_rlkv.reporting.report import write_report
+from lit_rlkv.reporting.report import render
 from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, last_axis_values, read_metrics
 from lit_rlkv.reporting.samples import Samples
@@ -236,7 +236,7 @@ class TrainingRun:
             self._save_evictions()
             report = self._report()
             pictures = figures(report)
-            write_report(self.run_dir / REPORT, report, pictures)
+            write_atomically(self.run_dir / REPORT, render(report, pictures))
             self.logger.send("the outcome", lambda logger: self._log_outcome(logger, pictures))
         self.context.fabric.barrier()
 

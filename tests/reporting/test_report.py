@@ -6,7 +6,7 @@ import pytest
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.report import render, tiles, write_report
+from lit_rlkv.reporting.report import render, tiles
 from tests.reporting.reports import EMPTY, FULL, Page
 
 DENSE = FULL.config_yaml.replace("policy: random", "policy: dense")
@@ -112,11 +112,3 @@ def test_a_figure_that_fails_costs_a_warning_and_nothing_else(monkeypatch, caplo
     monkeypatch.setattr(pictures[0].figure, "savefig", fail)
     assert Page(render(FULL, pictures)).count("figure") == len(pictures) - 1
     assert f"the figure {pictures[0].name!r} cannot be drawn: ZeroDivisionError: no pixels" in caplog.text
-
-
-def test_a_report_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / "report.html"
-    path.write_text("old")
-    write_report(path, EMPTY, [])
-    assert path.read_text(encoding="utf-8") == render(EMPTY, [])
-    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
