@@ -66,7 +66,7 @@ def _draw_panel(axes: Axes, evicted_at: Sequence[int | None], n_prompt: int) -> 
     """Draw the lifetimes of the keys of one layer and KV head."""
     n_keys = len(evicted_at)
     born = np.arange(n_keys)
-    end = np.array([n_keys if query is None else query for query in evicted_at], dtype=int)
+    end = np.array([n_keys if query is None else query for query in evicted_at])
     x = np.stack([born, end, end, born], axis=-1)
     y = born[:, None] + np.array([0.08, 0.08, 0.92, 0.92])
     colors = [style.BLUE if query is None else style.SAND for query in evicted_at]
