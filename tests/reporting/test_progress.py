@@ -60,11 +60,12 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch, ends):
         bar.on_iteration_end(iteration, 2, {"reward": 0.25, "tokens_per_second": 10.0})
     assert SHOW_CURSOR not in console.file.getvalue()
     getattr(bar, ends)(None, None, *[KeyboardInterrupt()] * (ends == "on_exception"))
-    bar.on_fit_end(None, None)  # a second time
     text = console.file.getvalue()
     assert "2/2" in text
     assert "reward 0.250" in text
+    assert SHOW_CURSOR in text
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+    bar.on_fit_end(None, None)  # a second time
 
 
 def test_a_bar_has_its_total_before_the_first_iteration_ends_and_names_the_phase(monkeypatch):
