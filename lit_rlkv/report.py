@@ -34,18 +34,7 @@ class ReportArguments:
 def main() -> None:
     """Run the command line. A mistake of the user ends it in one line."""
     modules = [f"lit_rlkv.reporting.{name}" for name in ("comparison", "pictures", "report", "run_folder")]
-    run_command(
-        parse,
-        modules,
-        _write_and_show,
-        libraries="matplotlib",
-        interrupted="interrupted; no page was written",
-    )
-
-
-def _write_and_show(arguments: ReportArguments) -> None:
-    write(arguments)
-    sys.stdout.write(f"{'report' if len(arguments.run_dirs) == 1 else 'comparison'}: {arguments.to}\n")
+    run_command(parse, modules, write, libraries="matplotlib", interrupted="interrupted; no page was written")
 
 
 def parse(arguments: Sequence[str]) -> ReportArguments:
@@ -83,24 +72,27 @@ def parse(arguments: Sequence[str]) -> ReportArguments:
 
 
 def write(arguments: ReportArguments) -> None:
-    """Write the page.
+    """Write the page and print its path.
 
     Raises:
         OneLineError: a run is given twice or cannot be read, or the page cannot be written.
     """
-    from lit_rlkv.reporting.comparison import run_names, write_comparison
-    from lit_rlkv.reporting.pictures import figures
-    from lit_rlkv.reporting.report import write_report
+    from lit_rlkv.files import write_atomically
+    from lit_rlkv.reporting.comparison import render_comparison, run_names
+    from lit_rlkv.reporting.pictures import comparison_figures, figures
+    from lit_rlkv.reporting.report import render
     from lit_rlkv.reporting.run_folder import read_run
 
     names = run_names(arguments.run_dirs)
-    runs = [read_run(run_dir) for run_dir in arguments.run_dirs]
+    runs = {name: read_run(path) for name, path in zip(names, arguments.run_dirs, strict=True)}
     try:
-        arguments.to.parent.mkdir(parents=True, exist_ok=True)
         if len(runs) == 1:
-            write_report(arguments.to, runs[0], figures(runs[0]))
+            run = runs[names[0]]
+            page = render(run, figures(run))
         else:
-            write_comparison(arguments.to, dict(zip(names, runs, strict=True)))
+            page = render_comparison(runs, comparison_figures(runs))
+        arguments.to.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(arguments.to, page)
     except OSError as error:
         raise ConfigError(f"{arguments.to} cannot be written: {error}; give another to=FILE") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -108,6 +100,7 @@ def write(arguments: ReportArguments) -> None:
             f"{', '.join(names)} cannot be drawn, as a file does not hold what lit_rlkv writes: "
             f"{type(error).__name__}: {error}"
         ) from error
+    sys.stdout.write(f"{'report' if len(runs) == 1 else 'comparison'}: {arguments.to}\n")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def test_a_finished_run_gets_its_report_anew(tmp_path, run_report):
     (folder / "report.html").write_text("old")
     assert run_report(folder) == (0, f"report: {folder}/report.html\n")
     page = Page((folder / "report.html").read_text())
-    assert page.count("figure") == 5
+    assert page.count("figure") == 4
     assert "81.0% [73.3, 86.9]" in page.texts
 
 

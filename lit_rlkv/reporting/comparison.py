@@ -1,21 +1,16 @@
-"""A page that compares runs: their curves in one figure each, their evaluations and configs side by side."""
+"""A page that compares runs: each main curve in a figure, their evaluations and configs side by side."""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.evaluation.results import EvalRow
-from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting.describe import differing
-from lit_rlkv.reporting.pictures import COST, MISMATCH, SFT, TRAINING, Picture, comparison_figures
+from lit_rlkv.reporting.pictures import CACHE, COST, MISMATCH, SFT, TRAINING, Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.report import TEMPLATES, page_figures
 from lit_rlkv.reporting.run_folder import RunReport
 from lit_rlkv.reporting.tables import ABSENT, evaluation_cells
-
-Runs = Mapping[str, RunReport]
-"""Runs by their names on the page."""
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
@@ -33,29 +28,18 @@ def run_names(run_dirs: Sequence[Path]) -> list[str]:
     raise ConfigError(f"a run cannot be compared with itself: {run_dirs[0]} was given twice")
 
 
-def write_comparison(path: Path, runs: Runs) -> None:
-    """Write the page atomically."""
-    write_atomically(path, render_comparison(runs, comparison_figures(runs)))
-
-
-def final_rows(run: RunReport) -> Sequence[EvalRow]:
-    """Return the last evaluation of a run: after training, or else the one before it."""
-    return run.after or run.before
-
-
-def render_comparison(runs: Runs, pictures: Sequence[Picture]) -> str:
-    """Return the page as HTML."""
+def render_comparison(runs: Mapping[str, RunReport], pictures: Sequence[Picture]) -> str:
+    """Return the page of runs, by their names, as HTML."""
+    evaluations = {name: run.last_evaluation for name, run in runs.items()}
     facts = {name: run.facts for name, run in runs.items()}
     headings = dict.fromkeys(heading for found in facts.values() for heading in found)
     variables = {light: name for name, (light, _) in style.SCHEME.items()}
     return TEMPLATES.get_template("comparison.html.jinja").render(
         runs={name: variables[style.run_color(place)] for place, name in enumerate(runs)},
         facts=[[heading, *(found.get(heading, ABSENT) for found in facts.values())] for heading in headings],
-        evaluation=evaluation_cells(
-            {name: final_rows(run) for name, run in runs.items()}, name="Run", with_intervals=True
-        ),
-        n_problems=sorted({row.n_problems for run in runs.values() for row in final_rows(run)}),
+        evaluation=evaluation_cells(evaluations, name="Run", with_intervals=True),
+        n_problems=sorted({row.n_problems for rows in evaluations.values() for row in rows}),
         differing=differing({name: run.config for name, run in runs.items()}),
         drawn=page_figures(pictures),
-        sections=[TRAINING, SFT, MISMATCH, COST],
+        sections=[TRAINING, SFT, MISMATCH, CACHE, COST],
     )

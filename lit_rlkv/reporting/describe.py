@@ -58,14 +58,13 @@ def run_facts(
     """
     first: Tree = environments[0] if environments else {}
     last: Tree = environments[-1] if environments else {}
-    git, started = last.get("git"), str(first.get("started_at") or "")
+    git, date = last.get("git") or {}, _minute(first)
     resumed = f", resumed {len(environments) - 1}×, last {_minute(last)}" if len(environments) > 1 else ""
+    changes = " with local changes" if git.get("is_dirty") else ""
     facts = {
         "Device": _device(last.get("device") or {}),
-        "Commit": f"{git['commit'][:10]}{' with local changes' if git.get('is_dirty') else ''}"
-        if git
-        else "",
-        "Date": f"{_minute(first)} UTC{resumed}" if started else "",
+        "Commit": f"{git['commit'][:10]}{changes}" if git else "",
+        "Date": f"{date} UTC{resumed}" if date else "",
         "Duration": human_seconds(sum(stage_seconds.values())) if stage_seconds else "",
         "Command": re.sub(r"^\S*/", "", str(first.get("command") or "")),
     }
@@ -120,24 +119,20 @@ def _algorithm(config: Tree) -> str:
 
 
 def _arm(config: Tree) -> str:
-    """Return the experiment's name and meaning, and its teacher; see `_correction`."""
-    teacher = (config.get("distillation") or {}).get("model")
-    return _correction(config) + ("" if teacher is None else f", taught by {teacher}")
-
-
-def _correction(config: Tree) -> str:
-    """Return the experiment's name and meaning; other corrections are named by their function."""
-    correction = config.get("correction") or {}
+    """Return the experiment's name and meaning, or the name of the correction's function; and the teacher."""
+    correction, distillation = config.get("correction") or {}, config.get("distillation") or {}
     weights = _class(correction.get("weight_fn"))
-    name = CORRECTIONS.get(weights, weights)
+    name, notes = CORRECTIONS.get(weights, weights), ""
     cache = config.get("cache", {})
     is_exact = cache.get("policy") == "dense" and not cache.get("dtype")
     if correction.get("samples_dense") or is_exact:
         name = "dense"
     elif correction.get("replays"):
-        replay = "smd" if "direction" in (config.get("distillation") or {}) else "shadow"
-        return f"{replay}: {METHODS[replay]}" + ("" if name == "naive" else f", with weights by {name}")
-    return f"{name}: {METHODS[name]}" if name in METHODS else name
+        notes = "" if name == "naive" else f", with weights by {name}"
+        name = "smd" if "direction" in distillation else "shadow"
+    if distillation.get("model") is not None:
+        notes += f", taught by {distillation['model']}"
+    return (f"{name}: {METHODS[name]}" if name in METHODS else name) + notes
 
 
 def _cache(config: Tree) -> str:

@@ -26,13 +26,7 @@ class LoggedSample:
 
 
 def read_samples(path: Path) -> list[LoggedSample]:
-    """Return all samples of a file; samples drawn again after a resume replace the earlier ones."""
-    latest = {(sample.iteration, sample.prompt): sample for sample in all_samples(path)}
-    return sorted(latest.values(), key=lambda sample: sample.iteration)
-
-
-def all_samples(path: Path) -> list[LoggedSample]:
-    """Return the samples of a file, one for each line.
+    """Return the samples of a file, one for each line; a resumed run removes those that it draws again.
 
     Raises:
         ValueError: a line is not JSON.

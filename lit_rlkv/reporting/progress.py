@@ -52,8 +52,7 @@ def say(console: Console, text: str, *, stage: str = "") -> None:
 class ProgressMeter:
     """Progress of one task, from `start` (or the first `show`) to `stop`, and of a phase of its current unit.
 
-    A part of a unit is a fraction. Without a terminal there is a line for every tenth of the task, and after
-    MAX_SILENCE_S without one.
+    Without a terminal there is a line for every tenth of the task, and after MAX_SILENCE_S without one.
 
     Args:
         quiet_s: seconds from the start in which nothing is shown, for a task that is mostly short.
@@ -65,10 +64,10 @@ class ProgressMeter:
         self.quiet_s = quiet_s
         self._bars: Progress | None = None
 
-    def start(self, n_done: int = 0, n_total: int | None = None) -> None:
+    def start(self, n_done: int = 0, n_total: int | None = None) -> Progress:
         """Start the clock; `n_done` units are done already, and do not count for the speed."""
         if self._bars is not None:
-            return
+            return self._bars
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
             *([BarColumn(bar_width=None)] if self.console.is_interactive else []),
@@ -84,28 +83,29 @@ class ProgressMeter:
         self._bars.add_task(self.description, total=n_total, completed=n_done, text="")
         self._tenths = n_done * N_PLAIN_LINES // (n_total or 1)
         self._last_line_at = time.monotonic()
-        self._refresh(self._bars, n_tasks=0)
+        self._refresh(self._bars)
+        return self._bars
 
     def show(self, n_done: float | int, n_total: int, fields: Mapping[str, Field]) -> None:
-        """Show that `n_done` of `n_total` units are done, with more fields."""
-        self.start()
-        assert self._bars is not None
-        self._bars.update(self._bars.task_ids[0], completed=n_done, total=n_total, text=format_fields(fields))
+        """Show that `n_done` of `n_total` units are done, with more fields; units may be fractions."""
+        bars = self.start()
+        texts = {name: text if isinstance(text, str) else f"{text:.3g}" for name, text in fields.items()}
+        text = "  ".join(f"{name} {shown}" for name, shown in texts.items())
+        bars.update(bars.task_ids[0], completed=n_done, total=n_total, text=text)
         tenths = int(n_done) * N_PLAIN_LINES // n_total
-        self._refresh(self._bars, n_tasks=int(tenths > self._tenths))
+        self._refresh(bars, is_due=tenths > self._tenths)
         self._tenths = tenths
 
     def show_phase(self, phase: str, n_done: float | int, n_total: int) -> None:
         """Show that `n_done` of `n_total` units of a phase are done; 0 starts it."""
-        self.start()
-        assert self._bars is not None
-        if len(self._bars.tasks) == 1:
-            self._bars.add_task("", text="")
-        task = self._bars.tasks[1]
+        bars = self.start()
+        if len(bars.tasks) == 1:
+            bars.add_task("", text="")
+        task = bars.tasks[1]
         if n_done == 0 or task.description.strip() != phase:
-            self._bars.reset(task.id, total=n_total, description=f"  {phase}", text=UNITS.get(phase, ""))
-        self._bars.update(task.id, completed=n_done, total=n_total)
-        self._refresh(self._bars, n_tasks=0)
+            bars.reset(task.id, total=n_total, description=f"  {phase}", text=UNITS.get(phase, ""))
+        bars.update(task.id, completed=n_done, total=n_total)
+        self._refresh(bars)
 
     def stop(self) -> None:
         """Stop the progress bars; a second call does nothing."""
@@ -115,15 +115,15 @@ class ProgressMeter:
             self._bars.stop()
         self._bars = None
 
-    def _refresh(self, bars: Progress, n_tasks: int) -> None:
-        """Show the bars, or without a terminal lines of the first tasks; of all of them after a silence."""
+    def _refresh(self, bars: Progress, *, is_due: bool = False) -> None:
+        """Show the bars; without a terminal print the task if a line is due, or all bars after a silence."""
         now = time.monotonic()
         if (bars.tasks[0].elapsed or 0.0) < self.quiet_s:
             return
         if self.console.is_interactive:
             bars.start()
-        elif n_tasks or now - self._last_line_at >= MAX_SILENCE_S:
-            self.console.print(bars.make_tasks_table(bars.tasks[: n_tasks or None]))
+        elif is_due or now - self._last_line_at >= MAX_SILENCE_S:
+            self.console.print(bars.make_tasks_table(bars.tasks[:1] if is_due else bars.tasks))
             self._last_line_at = now
 
 
@@ -169,11 +169,11 @@ class ProgressBar(RLCallback):
 
 
 class Tracker:
-    """Counts the units of a task and shows its progress."""
+    """Counts the units of a task, or parts of the units to come, and shows its progress."""
 
     def __init__(self, meter: ProgressMeter, n_total: int) -> None:
         self._meter, self._n_total = meter, n_total
-        self._n_done = self._n_parts = 0
+        self._n_done, self._n_parts = 0, 0
         self._fields: Mapping[str, Field] = {}
 
     def __call__(self, n: int = 1, **fields: Field) -> None:
@@ -198,12 +198,3 @@ def track(
         yield Tracker(meter, total)
     finally:
         meter.stop()
-
-
-def format_fields(fields: Mapping[str, Field]) -> str:
-    """Return fields as text, such as `loss 0.123  tokens 4,100`."""
-    texts = {
-        name: value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-        for name, value in fields.items()
-    }
-    return "  ".join(f"{name} {text}" for name, text in texts.items())

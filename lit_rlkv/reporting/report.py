@@ -8,7 +8,6 @@ from jinja2 import Environment, FileSystemLoader
 
 from lit_rlkv.evaluation.intervals import accuracy_interval
 from lit_rlkv.evaluation.results import EvalRow
-from lit_rlkv.files import write_atomically
 from lit_rlkv.reporting import pictures as sections
 from lit_rlkv.reporting.logged_samples import select_samples
 from lit_rlkv.reporting.pictures import Picture
@@ -51,11 +50,6 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
         found.append(("Cache memory", share, "of a dense cache"))
         found.append(("KL from dense", f"{own[-1].kl:z.3f}", "nats per token, by eviction"))
     return found
-
-
-def write_report(path: Path, report: RunReport, pictures: Sequence[Picture]) -> None:
-    """Write the page atomically."""
-    write_atomically(path, render(report, pictures))
 
 
 def render(report: RunReport, pictures: Sequence[Picture]) -> str:

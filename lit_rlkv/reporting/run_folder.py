@@ -63,17 +63,13 @@ class RunReport:
     @property
     def budget(self) -> int | None:
         """Budget of the run's own cache; None if it is dense."""
-        return self._evicting_cache.get("budget")
-
-    @property
-    def interval(self) -> int | None:
-        """Interval of the run's own cache; None if it is dense."""
-        return self._evicting_cache.get("interval")
-
-    @property
-    def _evicting_cache(self) -> dict[str, Any]:
         cache = self.config.get("cache", {})
-        return {} if cache.get("policy") == "dense" else cache
+        return None if cache.get("policy") == "dense" else cache.get("budget")
+
+    @property
+    def last_evaluation(self) -> Sequence[EvalRow]:
+        """Rows of the evaluation after training, or of the one before it if there is no other."""
+        return self.after or self.before
 
     @property
     def facts(self) -> dict[str, str]:
@@ -135,8 +131,8 @@ def _yaml(path: Path) -> str:
 
 def _evictions(path: Path) -> dict[str, Any]:
     saved = read_json(path)
-    if not (isinstance(saved, dict) and {"fill", "lifetimes"} <= saved.keys()):
-        raise ValueError("it must be an object with fill and lifetimes")
+    if not (isinstance(saved, dict) and "lifetimes" in saved):
+        raise ValueError("it must be an object with lifetimes")
     return saved
 
 

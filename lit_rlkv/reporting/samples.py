@@ -14,7 +14,7 @@ from rich.text import Text
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.files import append_if_possible, read_if_there, write_atomically
-from lit_rlkv.reporting.logged_samples import LoggedSample, all_samples
+from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.progress import stderr_console
 from lit_rlkv.rewards.verifier import EXACT_MATCH
 from lit_rlkv.run_files import SAMPLES
@@ -52,7 +52,7 @@ class Samples(RLCallback):
         self.n = n
         self.accuracy = accuracy
         self.console = console or stderr_console()
-        earlier = read_if_there(self.path, all_samples, [])
+        earlier = read_if_there(self.path, read_samples, [])
         if self.path.exists():  # drops a line that a crash cut short, and iterations that are sampled again
             write_atomically(self.path, _lines([one for one in earlier if one.iteration <= resumed_at]))
         self.latest: list[LoggedSample] = []

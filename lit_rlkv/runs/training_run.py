@@ -31,7 +31,7 @@ from lit_rlkv.reporting.loggers.lightning_loggers import as_run_logger
 from lit_rlkv.reporting.metrics_file import MetricsFile, RunAxes
 from lit_rlkv.reporting.pictures import Picture, figures
 from lit_rlkv.reporting.progress import ProgressBar, say
-from lit_rlkv.reporting.report import write_report
+from lit_rlkv.reporting.report import render
 from lit_rlkv.reporting.run_folder import RunReport, read_run
 from lit_rlkv.reporting.run_metrics import SECONDS, last_axis_values
 from lit_rlkv.reporting.samples import Samples
@@ -231,7 +231,7 @@ class TrainingRun:
             self._save_evictions()
             report = self._report()
             pictures = figures(report)
-            write_report(self.run_dir / REPORT, report, pictures)
+            write_atomically(self.run_dir / REPORT, render(report, pictures))
         self.interruption.is_finished = True
         if self.is_rank_zero:
             self.logger.send("the outcome", lambda logger: self._log_outcome(logger, pictures))
@@ -255,14 +255,14 @@ class TrainingRun:
             logger.file(checkpoint.path, "model")
 
     def _save_evictions(self) -> None:
-        """Write what the report shows of the evaluation rollout; a failure costs two figures, not the run."""
+        """Write what the report shows of the evaluation rollout; a failure costs a figure, not the run."""
         if self.results.rollout is None:
             return
         try:
             record = json.dumps(self._eviction_record(self.results.rollout))
             write_atomically(self.run_dir / EVICTIONS, record)
         except Exception as error:
-            log.warning("the report has no cache fill and no key lifetimes: %s", error)
+            log.warning("the report has no key lifetimes: %s", error)
 
     def _draw(self, rollout: Rollout) -> list[Picture]:
         return figures(replace(self._report(), evictions=self._eviction_record(rollout)))

@@ -5,8 +5,7 @@ import pytest
 
 from lit_rlkv.reporting.comparison import render_comparison, run_names
 from lit_rlkv.reporting.pictures import comparison_figures
-from lit_rlkv.reporting.plots import style
-from tests.reporting.reports import CONFIG, EMPTY, FULL, Page, eval_row
+from tests.reporting.reports import CONFIG, FULL, Page, eval_row
 
 OTHER = replace(
     FULL,
@@ -19,33 +18,6 @@ OTHER = replace(
     after=[eval_row("dense", None, 0.9), eval_row("h2o 8+4", 8, 0.5)],
 )
 RUNS = {"a": FULL, "b": OTHER}
-
-
-def curve(name, runs=RUNS):
-    figure = next(picture.figure for picture in comparison_figures(runs) if picture.name == name)
-    return {line.get_label(): line for line in figure.axes[0].lines}
-
-
-def test_curves_of_all_runs_share_a_figure_in_their_own_colours():
-    lines = curve("Reward: mean")
-    assert list(lines["a"].get_ydata()) == [0.25, 0.75]
-    assert list(lines["b"].get_ydata()) == [0.5, 0.25]
-    assert (lines["a"].get_color(), lines["b"].get_color()) == (style.BLUE, style.VERMILLION)
-
-
-def test_a_run_without_a_metric_has_no_curve_of_it_and_keeps_the_colours_of_the_others():
-    lines = curve("Loss: critic")
-    assert list(lines) == ["b"]
-    assert lines["b"].get_color() == style.VERMILLION
-
-
-def test_the_verifiers_score_is_compared_only_where_the_reward_is_another():
-    def names(score):
-        run = replace(EMPTY, history=[{"iteration": 1, "reward": 0.5, "rewards/exact_match": score}])
-        return [picture.name for picture in comparison_figures({"a": run, "b": run})]
-
-    assert names(0.5) == ["Reward: mean"]
-    assert names(1.0) == ["Reward: mean", "Proxy and gold: gold"]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +43,3 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(page):
 )
 def test_runs_are_named_by_the_shortest_paths_that_differ(paths, names):
     assert run_names([Path(path) for path in paths]) == names
-
-
-def test_a_run_is_not_compared_with_itself():
-    with pytest.raises(ValueError, match="a run cannot be compared with itself: runs/a was given twice"):
-        run_names([Path("runs/a"), Path("runs/a/")])

@@ -12,25 +12,8 @@ def facts_of(*overrides, environments=(), seconds=()):
     return run_facts(OmegaConf.to_container(cfg, resolve=True), environments, dict(seconds))
 
 
-def test_weights_under_replay_are_named_too():
-    found = facts_of("experiment=tis", "correction.replays=true")["Arm"]
-    assert found == "shadow: exact replay of the evictions, with weights by tis"
-
-
-@pytest.mark.parametrize("arm", ["dense", "smd", "shadow", "naive", "tis", "mis", "sparse_rl"])
-def test_an_arm_is_named_after_its_experiment(arm):
-    assert facts_of(f"experiment={arm}")["Arm"].partition(":")[0] == arm
-
-
-def test_a_run_with_a_dense_cache_is_dense_whatever_its_correction():
-    facts = facts_of("cache.policy=dense")
-    assert facts["Arm"].startswith("dense:")
-    assert facts["Cache"] == "dense"
-
-
 def test_the_default_run_is_described_by_its_config():
-    facts = facts_of("seed=7")
-    assert facts == {
+    assert facts_of("seed=7") == {
         "Task": "ChainSum(n_terms=5, max_operand=9)",
         "Model": "tiny_qwen3 from random weights, 3 layers, 4 KV heads, 128 wide",
         "Arm": "smd: exact replay and Shadow Mask Distillation",
@@ -40,24 +23,31 @@ def test_the_default_run_is_described_by_its_config():
     }
 
 
-def test_a_protected_prompt_is_part_of_the_caches_size():
-    cache = facts_of("cache.protect_prompt=true")["Cache"]
-    assert cache == "random prompt+16+5 (prompt + budget + interval slots)"
+CASES = """
+experiment=shadow -> Arm: shadow: exact replay of the evictions.
+experiment=tis correction.replays=true -> Arm: shadow: exact replay of the evictions, with weights by tis.
+distillation=teacher distillation.model=o/b -> Arm: shadow: exact replay of the evictions, taught by o/b.
+cache.policy=dense -> Arm: dense: dense rollouts, no eviction.
+cache.policy=dense -> Cache: dense.
+cache.dtype=int4 cache.policy=dense experiment=shadow -> Arm: shadow: exact replay of the evictions.
+cache.dtype=int4 cache.policy=dense experiment=shadow -> Cache: dense, int4.
+cache.dtype=int4 experiment=dense -> Cache: dense.
+cache.dtype=int8 -> Cache: random 16+5 (budget + interval slots), int8.
+cache.protect_prompt=true -> Cache: random prompt+16+5 (prompt + budget + interval slots).
+experiment=online_dpo_smd -> Algorithm: OnlineDPO,
+algorithm=cispo -> Algorithm: CISPO,
+algorithm=gspo -> Algorithm: grpo with one ratio per response,
+model.path=some/model -> Model: some/model.
+"""
+"""Overrides and the beginning of what is said of them; a full stop is the end."""
+ARMS = [f"experiment={arm} -> Arm: {arm}: " for arm in ("smd", "dense", "naive", "tis", "mis", "sparse_rl")]
 
 
-def test_the_dtype_of_a_rounded_cache_is_told():
-    assert facts_of("cache.dtype=int8")["Cache"] == "random 16+5 (budget + interval slots), int8"
-    rounded = facts_of("cache.dtype=int4", "cache.policy=dense", "experiment=shadow")
-    assert (rounded["Cache"], rounded["Arm"].partition(":")[0]) == ("dense, int4", "shadow")
-    assert facts_of("cache.dtype=int4", "experiment=dense")["Cache"] == "dense"
-
-
-def test_algorithms_without_an_estimator_have_the_name_of_their_loss():
-    assert facts_of("experiment=online_dpo_smd")["Algorithm"].startswith("OnlineDPO, ")
-    assert facts_of("algorithm=cispo")["Algorithm"].startswith("CISPO, ")
-    assert facts_of("algorithm=gspo")["Algorithm"].startswith("grpo with one ratio per response, ")
-    assert facts_of("algorithm=grpo")["Algorithm"].startswith("grpo, ")
-    assert facts_of("model.path=some/model")["Model"] == "some/model"
+@pytest.mark.parametrize("case", [*CASES.strip("\n").split("\n"), *ARMS])
+def test_a_run_is_described_by_what_differs_from_the_default(case):
+    overrides, expected = case.split(" -> ")
+    heading, text = expected.split(": ", maxsplit=1)
+    assert f"{facts_of(*overrides.split())[heading]}.".startswith(text)
 
 
 def test_a_resumed_run_tells_both_dates_and_a_gpu_its_memory():
@@ -97,8 +87,3 @@ def test_what_a_config_or_an_environment_leaves_out_is_left_out_of_its_facts():
         "Model": "model from random weights, 2 layers",
         "Device": "cpu",
     }
-
-
-def test_the_arm_names_the_teacher():
-    options = ["experiment=shadow", "distillation=teacher", "distillation.model=org/bigger"]
-    assert facts_of(*options)["Arm"] == "shadow: exact replay of the evictions, taught by org/bigger"

@@ -26,16 +26,13 @@ def lines(console):
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
-def run(bar, iterations, n_iterations, **metrics):
-    bar.on_fit_start(None, None)
-    for iteration in iterations:
-        bar.on_iteration_end(iteration, n_iterations, metrics)
-    bar.on_fit_end(None, None)
-
-
 def test_without_a_terminal_there_is_a_line_for_every_tenth():
     console = plain()
-    run(ProgressBar(console=console), range(1, 41), 40, reward=0.5, tokens_per_second=4100.4)
+    bar = ProgressBar(console=console)
+    bar.on_fit_start(None, None)
+    for iteration in range(1, 41):
+        bar.on_iteration_end(iteration, 40, {"reward": 0.5, "tokens_per_second": 4100.4})
+    bar.on_fit_end(None, None)
     assert [line.split()[1] for line in lines(console)] == [f"{n}/40" for n in range(4, 41, 4)]
     assert "reward 0.500 tokens/s 4,100" in lines(console)[0]
     assert "\x1b" not in console.file.getvalue()
@@ -54,24 +51,21 @@ def test_time_left_after_a_resume_counts_only_what_was_done_here(monkeypatch):
     assert lines(console)[-1] == "iteration 9/10 0:00:20 0:00:10"
 
 
-def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
-    console = terminal(monkeypatch)
-    run(ProgressBar(console=console), (1, 2), 2, reward=0.25, tokens_per_second=10.0)
-    text = console.file.getvalue()
-    assert "2/2" in text
-    assert "reward 0.250" in text
-    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
-
-
-def test_an_exception_gives_the_terminal_back(monkeypatch):
+@pytest.mark.parametrize("ends", ["on_fit_end", "on_exception"])
+def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch, ends):
     console = terminal(monkeypatch)
     bar = ProgressBar(console=console)
     bar.on_fit_start(None, None)
-    bar.on_iteration_end(1, 2, {})
+    for iteration in (1, 2):
+        bar.on_iteration_end(iteration, 2, {"reward": 0.25, "tokens_per_second": 10.0})
     assert SHOW_CURSOR not in console.file.getvalue()
-    bar.on_exception(None, None, KeyboardInterrupt())
-    assert SHOW_CURSOR in console.file.getvalue()
-    bar.on_fit_end(None, None)
+    getattr(bar, ends)(None, None, *[KeyboardInterrupt()] * (ends == "on_exception"))
+    text = console.file.getvalue()
+    assert "2/2" in text
+    assert "reward 0.250" in text
+    assert SHOW_CURSOR in text
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+    bar.on_fit_end(None, None)  # a second time
 
 
 def test_a_bar_has_its_total_before_the_first_iteration_ends_and_names_the_phase(monkeypatch):

@@ -4,20 +4,13 @@ import io
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 from rich.console import Console
 
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.files import DamagedFileError
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.reporting.logged_samples import MAX_REPORTED, LoggedSample, read_samples, select_samples
-from lit_rlkv.reporting.samples import (
-    MAX_SHOWN_CHARACTERS,
-    Samples,
-    draw_samples,
-    render,
-)
+from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, Samples, draw_samples, render
 from lit_rlkv.types import Problem, Rewards, Rollout
 
 
@@ -70,6 +63,9 @@ def test_samples_are_drawn_every_so_many_iterations_from_the_first_on(tmp_path):
     for iteration in range(8):
         callback.on_rollout_end(make_experience(iteration))
     assert [row["iteration"] for row in read(tmp_path)] == [1, 4, 7]
+    for n in (1, 4, 7):
+        assert f"samples of iteration {n}" in callback.console.file.getvalue()
+        assert f"answer 0 of {n - 1}" in callback.console.file.getvalue()
 
 
 def test_the_file_holds_whole_texts_on_one_line_each(tmp_path):
@@ -89,23 +85,17 @@ def test_the_report_has_samples_of_the_first_the_middle_and_the_last_draw():
     assert select_samples([]) == {}
 
 
-def test_samples_know_the_answer_and_what_the_verifier_says():
-    experience = make_experience(n_prompts=3)
-    judged = replace(experience.rewards, components={"exact_match": torch.tensor([1.0, 0, 0.5, 0, 0, 0])})
-    samples = draw_samples(replace(experience, rewards=judged), n=3)
-    assert [sample.is_right for sample in samples] == [True, False, False]
-    assert [sample.answer for sample in samples] == ["solution 0", "solution 1", "solution 2"]
-    assert draw_samples(experience, n=1)[0].is_right is None  # no verifier
-
-
-def test_a_verdict_is_that_of_the_accuracy_whatever_the_reward_is():
+def test_samples_know_the_answer_and_the_verdict_of_the_accuracy_whatever_the_reward_is():
     experience = make_experience(n_prompts=3)  # rewards 0, 0.5 and 1 for the three that are drawn
     correct, verifier = torch.tensor([1.0, 0, 0.9, 0, torch.nan, 0]), torch.tensor([0.0, 0, 1, 0, 0, 0])
     components = {"exact_match": verifier, "correct": correct}
     judged = replace(experience, rewards=replace(experience.rewards, components=components))
+    samples = draw_samples(judged, n=3)
+    assert [sample.is_right for sample in samples] == [False, True, False]
+    assert [sample.answer for sample in samples] == ["solution 0", "solution 1", "solution 2"]
     by_function = draw_samples(judged, n=3, accuracy="correct")
     assert [sample.is_right for sample in by_function] == [True, False, None]  # the last one has no score
-    assert [sample.is_right for sample in draw_samples(judged, n=3)] == [False, True, False]
+    assert draw_samples(experience, n=1)[0].is_right is None  # no verifier
 
 
 def test_samples_of_earlier_versions_have_no_answer(tmp_path):
@@ -114,24 +104,13 @@ def test_samples_of_earlier_versions_have_no_answer(tmp_path):
     assert read_samples(path) == [LoggedSample("p", "c", 1.0, 2, answer="", is_right=None)]
 
 
-def test_a_text_is_neither_markup_nor_terminal_codes():
-    text = shown([LoggedSample("[bold]", "[/nonsense] \x1b[2J", 1.0, 1)])
+def test_the_console_shows_the_beginning_of_each_text_without_markup_or_terminal_codes():
+    long = "y" * 2 * MAX_SHOWN_CHARACTERS
+    text = shown([LoggedSample("[bold]", "[/nonsense] \x1b[2J", 1.0, 1), LoggedSample("p", long, 1.0, 1)])
     assert "[bold]" in text
     assert "[/nonsense] \\x1b[2J" in text
     assert "\x1b" not in text
-
-
-def test_the_console_shows_the_beginning_of_a_long_text():
-    text = shown([LoggedSample("p", "y" * 2 * MAX_SHOWN_CHARACTERS, 1.0, 1)])
-    assert text.count("y") == MAX_SHOWN_CHARACTERS
-    assert "…" in text
-
-
-def test_the_console_shows_each_draw(tmp_path):
-    callback = make_samples(tmp_path, n=1)
-    callback.on_rollout_end(make_experience())
-    assert "samples of iteration 1" in callback.console.file.getvalue()
-    assert "answer 0 of 0" in callback.console.file.getvalue()
+    assert (text.count("y"), "…" in text) == (MAX_SHOWN_CHARACTERS, True)
 
 
 def test_a_resumed_run_drops_the_samples_that_it_draws_again(tmp_path):
@@ -144,9 +123,3 @@ def test_a_resumed_run_drops_the_samples_that_it_draws_again(tmp_path):
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2]
     samples.on_rollout_end(make_experience(2))
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3]
-
-
-def test_damaged_samples_are_refused(tmp_path):
-    (tmp_path / "samples.jsonl").write_text('{"iteration": "one"}\n')
-    with pytest.raises(DamagedFileError, match="iteration of LoggedSample must be"):
-        make_samples(tmp_path, every_n_iterations=1, n=1, resumed_at=2)

@@ -15,7 +15,7 @@ from lit_rlkv.config.errors import one_line
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
 from lit_rlkv.reporting.pictures import Picture
-from lit_rlkv.reporting.run_metrics import ITERATION, SECONDS, TOKENS, AxisValues, History, last_axis_values
+from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues, History, last_axis_values
 from lit_rlkv.reporting.samples import Samples
 from lit_rlkv.types import Rollout
 
@@ -108,9 +108,10 @@ class GuardedLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.logger is not None:  # also after an error, as it may still save its data
-            is_complete = kind is None and not self.is_broken
-            self._try(self.logger, "ending", lambda logger: self._print(logger.close(is_complete)))
+        is_complete = kind is None and not self.is_broken
+        self._try(
+            "ending", lambda logger: self._print(logger.close(is_complete))
+        )  # it may still save its data
 
     @property
     def figures_every(self) -> int | None:
@@ -123,17 +124,19 @@ class GuardedLogger:
         Args:
             doing: name of the action for the warning if it fails.
         """
-        if self.logger is not None and not self.is_broken:
-            self._try(self.logger, doing, action)
+        if not self.is_broken:
+            self._try(doing, action)
 
-    def _try(self, logger: RunLogger, doing: str, action: Callable[[RunLogger], object]) -> None:
+    def _try(self, doing: str, action: Callable[[RunLogger], object]) -> None:
+        if self.logger is None:
+            return
         try:
-            action(logger)
+            action(self.logger)
         except Exception as error:
             if not self.is_broken:
                 log.warning(
                     "%s failed at %s and gets no more data; the run continues, with its metrics.csv: %s",
-                    type(logger).__name__,
+                    type(self.logger).__name__,
                     doing,
                     one_line(error) or type(error).__name__,
                 )
@@ -170,8 +173,7 @@ class LoggingCallback(RLCallback):
         self._rollout: Rollout | None = None
         """The rollout of this iteration if figures are due."""
         if history:
-            earlier = list(history)
-            logger.send("the earlier iterations", lambda logger: self._send_missing(logger, earlier))
+            logger.send("the earlier iterations", lambda logger: self._send_earlier(logger, history))
 
     def on_rollout_end(self, experience: Experience) -> None:
         every = self.logger.figures_every
@@ -179,36 +181,28 @@ class LoggingCallback(RLCallback):
         self._rollout = experience.rollout.rows(slice(N_DRAWN)).to("cpu") if is_due else None
 
     def on_iteration_end(self, iteration: int, n_iterations: int, metrics: dict[str, float]) -> None:
-        place = {ITERATION: float(iteration), TOKENS: metrics[TOKENS], SECONDS: metrics[SECONDS]}
-        self.logger.send("an iteration", lambda logger: self._record(logger, metrics, place))
+        row, rollout = {**metrics, ITERATION: float(iteration)}, self._rollout
         self._rollout = None
+        self.logger.send("an iteration", lambda logger: self._record(logger, row, rollout))
 
-    def _record(self, logger: RunLogger, metrics: dict[str, float], place: AxisValues) -> None:
-        _send_row(logger, metrics, place, self.samples.latest)
-        if self._rollout is not None and place[ITERATION] > logger.last_iteration:
-            logger.figures(self.draw(self._rollout), place)
-
-    def _send_missing(self, logger: RunLogger, history: History) -> None:
-        """Send the rows after the logger's last iteration, each with its samples."""
+    def _send_earlier(self, logger: RunLogger, history: History) -> None:
         samples = read_samples(self.samples.path)
-        for n_rows, row in enumerate(history, start=1):
-            _send_row(logger, row, last_axis_values(history[:n_rows]), samples)
+        for row in history:
+            _send_row(logger, row, samples)
+
+    def _record(self, logger: RunLogger, row: Mapping[str, float | int], rollout: Rollout | None) -> None:
+        if _send_row(logger, row, self.samples.latest) and rollout is not None:
+            logger.figures(self.draw(rollout), last_axis_values([row]))
 
 
-def _send_row(
-    logger: RunLogger,
-    metrics: Mapping[str, float | int],
-    place: AxisValues,
-    samples: Sequence[LoggedSample],
-) -> None:
-    """Send an iteration with its own samples, unless the logger has it from before a resume."""
+def _send_row(logger: RunLogger, row: Mapping[str, float | int], samples: Sequence[LoggedSample]) -> bool:
+    """Send an iteration with its own samples; False if the logger has it from before a resume."""
+    place = last_axis_values([row])
     if place[ITERATION] <= logger.last_iteration:
-        return
-    logger.scalars(metrics, place)
-    rows: Rows = [
-        [sample.iteration, sample.prompt, sample.completion, sample.reward]
-        for sample in samples
-        if sample.iteration == place[ITERATION]
-    ]
-    if rows:
+        return False
+    logger.scalars(row, place)
+    own = [sample for sample in samples if sample.iteration == place[ITERATION]]
+    if own:
+        rows: Rows = [[sample.iteration, sample.prompt, sample.completion, sample.reward] for sample in own]
         logger.table("samples", SAMPLE_HEADINGS, rows, place)
+    return True

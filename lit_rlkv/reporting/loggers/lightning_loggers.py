@@ -106,6 +106,5 @@ class TensorBoard(LightningLogger):
 
     def figures(self, pictures: Sequence[Picture], place: AxisValues) -> None:
         for picture in pictures:
-            self.writer.add_image(
-                picture.key, pixels(picture.figure), int(place[ITERATION]), dataformats="HWC"
-            )
+            image = pixels(picture.figure)
+            self.writer.add_image(picture.key, image, int(place[ITERATION]), dataformats="HWC")

@@ -24,7 +24,6 @@ FORBIDDEN = "/\\#?%:"
 """Characters that W&B does not allow in project names."""
 INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 60.0, 300.0
 """Longest waits for the service at the start, and for uploads at the end; the rest can be synced later."""
-Mode = Literal["online", "offline"]
 
 
 def _read_id(path: Path) -> str | None:
@@ -140,12 +139,14 @@ class WandbRun(RunLogger):
         return is_uploaded
 
     def _init(self, run_id: str) -> Any:
+        """Start the W&B run; offline if that was asked for, or if there is no account or no connection."""
         is_offline = self.offline
         try:
             if is_offline is None and "WANDB_MODE" not in os.environ:  # which wandb reads
                 is_offline = not self._wandb.login(prompt=False)
-            mode: Mode | None = None if is_offline is None else "offline" if is_offline else "online"
-            return self._init_in(mode, run_id)
+            return self._init_in(
+                None if is_offline is None else "offline" if is_offline else "online", run_id
+            )
         except Exception as error:
             if self.offline:
                 raise
@@ -153,20 +154,14 @@ class WandbRun(RunLogger):
             self._wandb.teardown()  # its service keeps the id in use
             return self._init_in("offline", run_id)
 
-    def _init_in(self, mode: Mode | None, run_id: str) -> Any:
-        return self._wandb.init(
-            **self.labels,
-            name=self.name or self.run_dir.name,
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            dir=str(self.run_dir),
-            reinit="create_new",
-            settings=self._wandb.Settings(
-                console="off",  # do not capture the progress bar
-                silent=True,  # we print the messages for users
-                init_timeout=INIT_TIMEOUT_S,
-                finish_timeout=FINISH_TIMEOUT_S,
-                finish_timeout_raises=True,
-            ),
+    def _init_in(self, mode: Literal["online", "offline"] | None, run_id: str) -> Any:
+        settings = self._wandb.Settings(
+            console="off",  # do not capture the progress bar
+            silent=True,  # we print the messages for users
+            init_timeout=INIT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
         )
+        name, folder = self.name or self.run_dir.name, str(self.run_dir)
+        run: dict[str, Any] = {**self.labels, "id": run_id, "name": name, "dir": folder, "mode": mode}
+        return self._wandb.init(**run, resume="allow", reinit="create_new", settings=settings)

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import yaml
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -29,7 +28,7 @@ CORRECTION_STYLES = {
 
 @dataclass(frozen=True)
 class CurveSet:
-    """Metrics of one unit, which one figure shows of a run, and a figure each of several runs."""
+    """Metrics of one unit, which one figure shows of a run; a comparison shows some, in a figure each."""
 
     title: str
     caption: str
@@ -39,6 +38,8 @@ class CurveSet:
     axis: Literal["free", "from zero", "percent", "share", "log", "log percent"] = "free"
     scale: float = 1.0
     """Factor from the logged unit to that of the axis."""
+    compared: Sequence[str] = ()
+    """Metrics that a comparison shows; if none of them was logged, it shows the first that was."""
 
     def logged(self, *histories: History) -> list[str]:
         """Return those metrics that any of the runs has logged."""
@@ -51,9 +52,26 @@ def _read() -> dict[str, list[CurveSet]]:
 
 
 CURVES = _read()
-"""Curves of each section of a report, in order; those whose metrics were not logged are left out."""
+"""Curves of each section of a report, in order."""
 GOLD = "Proxy and gold"
 """Title of the curves that are shown only if the verifier's score is not the reward."""
+
+
+def logged_curves(section: str, histories: Sequence[History]) -> list[CurveSet]:
+    """Return the curves of a section of which any run has logged a metric."""
+    rows = [row for history in histories for row in history]
+    has_gold = any(row.get("rewards/exact_match", row.get("reward")) != row.get("reward") for row in rows)
+    return [one for one in CURVES[section] if one.logged(*histories) and (has_gold or one.title != GOLD)]
+
+
+class Curve(NamedTuple):
+    """One metric of one run, and how it is drawn."""
+
+    history: History
+    metric: str
+    label: str
+    color: str
+    dashes: Dashes = "-"
 
 
 def draw(title: str, history: History) -> Figure:
@@ -62,43 +80,40 @@ def draw(title: str, history: History) -> Figure:
 
 
 def draw_metrics(curves: CurveSet, history: History) -> Figure:
-    """Draw the logged metrics of one run; a thick line is the mean of the last SMOOTHING iterations."""
-    figure, axes = style.single_axes("Iteration", curves.y_label)
-    for (name, label), color in zip(curves.metrics.items(), style.PALETTE, strict=False):
-        _draw(axes, history, name, curves, color, label)
-    if len(curves.metrics) > 1:  # else the name of the curve is that of the figure
-        style.legend(axes)
-    return _finish(figure, axes, curves)
+    """Draw the logged metrics of one run."""
+    named = zip(curves.metrics.items(), style.PALETTE, strict=False)
+    found = [Curve(history, metric, label, color) for (metric, label), color in named]
+    return _draw(curves, found, has_legend=len(found) > 1)  # else the name of the curve is that of the figure
 
 
 def draw_runs(curves: CurveSet, metric: str, histories: Mapping[str, History]) -> Figure:
     """Draw one metric of several runs; a run's colour is its place in `histories`."""
+    runs = enumerate(histories.items())
+    found = [
+        Curve(history, metric, run, style.run_color(n), style.run_dashes(n)) for n, (run, history) in runs
+    ]
+    return _draw(curves, found, has_legend=True)
+
+
+def _draw(curves: CurveSet, found: Sequence[Curve], *, has_legend: bool) -> Figure:
+    """Draw curves on the axes of their unit; a thick line is the mean of the last SMOOTHING iterations."""
     figure, axes = style.single_axes("Iteration", curves.y_label)
-    for place, (run, history) in enumerate(histories.items()):
-        _draw(axes, history, metric, curves, style.run_color(place), run, style.run_dashes(place))
-    style.legend(axes)
-    return _finish(figure, axes, curves)
-
-
-def _draw(
-    axes: Axes, history: History, name: str, curves: CurveSet, color: str, label: str, dashes: Dashes = "-"
-) -> None:
-    iteration, value = style.series(history, name)
-    if len(value) == 0:
-        return
-    value = curves.scale * value
-    if curves.axis.startswith("log"):
-        if not (value > 0).any():
-            label += ": negative, not drawn" if (value < 0).any() else ": 0 throughout"
-        value = np.where(value > 0, value, np.nan)
-    is_long = len(value) > 2 * style.SMOOTHING and not curves.axis.startswith("log")
-    if is_long:
-        axes.plot(iteration, value, color=color, lw=0.8, alpha=0.35)
-        value = style.trailing_mean(value)
-    axes.plot(iteration, value, color=color, lw=1.7, ls=dashes, marker=style.marker(value), label=label)
-
-
-def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
+    is_log = curves.axis.startswith("log")
+    for history, metric, label, color, dashes in found:
+        iteration, value = style.series(history, metric)
+        if len(value) == 0:
+            continue
+        value = curves.scale * value
+        if is_log:
+            if not (value > 0).any():
+                label += ": negative, not drawn" if (value < 0).any() else ": 0 throughout"
+            value = np.where(value > 0, value, np.nan)
+        elif len(value) > 2 * style.SMOOTHING:
+            axes.plot(iteration, value, color=color, lw=0.8, alpha=0.35)
+            value = style.trailing_mean(value)
+        axes.plot(iteration, value, color=color, lw=1.7, ls=dashes, marker=style.marker(value), label=label)
+    if has_legend:
+        style.legend(axes)
     if curves.axis == "share":
         style.share_axis(axes)
     elif curves.axis == "log percent":
@@ -107,9 +122,7 @@ def _finish(figure: Figure, axes: Axes, curves: CurveSet) -> Figure:
         axes.set_yscale("log")
     elif curves.axis != "free":
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter("{x:,g}")
-    if curves.axis == "percent":
-        axes.yaxis.set_major_formatter(style.small_percent)
+        axes.yaxis.set_major_formatter(style.small_percent if curves.axis == "percent" else "{x:,g}")
     style.integer_x_axis(axes)
     return figure
 

@@ -1,4 +1,4 @@
-"""Figures of the keys that a cache kept and evicted: counts, attention, ages, lifetimes."""
+"""Figure of the keys that a cache kept and evicted."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,65 +11,13 @@ from matplotlib.patches import Patch
 
 from lit_rlkv.reporting.plots import style
 
-Record = Mapping[str, Any]
-"""Part of an `eviction_record`."""
-
-Measured = Mapping[str, Any]
-"""A line of diagnostics.jsonl from the diagnostic `cache`."""
-
-
-def cache_fill(fill: Record, budget: int | None = None, interval: int | None = None) -> Figure:
-    """Draw the cached keys at each query over all sequences, layers and heads, beside a dense cache.
-
-    Args:
-        fill: a `fill_record`.
-    """
-    figure, axes = style.single_axes("Tokens since the response began", "Cached keys per layer and KV head")
-    x = fill["position"]
-    axes.plot(x, fill["dense_mean"], color=style.MUTED, lw=1.4, ls=style.DASHED, label="dense, mean")
-    axes.fill_between(
-        x,
-        fill["cached_low"],
-        fill["cached_high"],
-        color=style.BLUE,
-        alpha=0.18,
-        lw=0,
-        label="cached, least to most",
-    )
-    axes.plot(x, fill["cached_mean"], color=style.BLUE, lw=2, label="cached, mean")
-    axes.axvline(0, color=style.INK, lw=0.8, ls=":")
-    lines = {} if budget is None else {f"budget {budget}": (budget, "-")}
-    if budget is not None and interval is not None:
-        lines[f"slots {budget + interval}"] = (budget + interval, "--")
-    for name, (height, dashes) in lines.items():
-        axes.axhline(height, color=style.VERMILLION, lw=0.9, ls=dashes, label=name, zorder=1.5)
-    axes.set_ylim(bottom=0)
-    style.integer_ticks(axes.yaxis)
-    return style.finish(figure, axes)
-
-
-def attention_on_evicted(measured: Measured) -> Figure:
-    """Draw the dense policy's attention on evicted keys at each position of the response."""
-    figure, axes = style.single_axes("Position in the response", "Attention on evicted keys")
-    position = measured["position"]
-    mass = np.array(measured["attention_on_dead"], dtype=float)
-    low, high = mass.min(axis=0), mass.max(axis=0)
-    axes.fill_between(position, low, high, color=style.BLUE, alpha=0.18, lw=0, label="all layers")
-    axes.plot(position, mass.mean(axis=0), color=style.BLUE, lw=2, label="their mean")
-    worst = int(np.nanmean(mass, axis=1).argmax())
-    axes.plot(position, mass[worst], color=style.VERMILLION, lw=1.2, label=f"layer {worst}, the highest")
-    style.share_axis(axes)
-    return style.finish(figure, axes)
-
-
 MAX_LABELLED_TOKENS = 64
 """Longest sequence that gets token labels."""
-
 MAX_LABEL_CHARACTERS = 10
 """Longest token label that is not shortened."""
 
 
-def key_lifetimes(lifetimes: Record) -> Figure:
+def key_lifetimes(lifetimes: Mapping[str, Any]) -> Figure:
     """Draw the lifetime of each key of one sequence, in a panel per layer and KV head.
 
     Args:
@@ -77,10 +25,17 @@ def key_lifetimes(lifetimes: Record) -> Figure:
     """
     n_keys, layers, heads = (lifetimes[name] for name in ("n_keys", "layers", "heads"))
     labels = lifetimes["labels"] if lifetimes["labels"] and n_keys < MAX_LABELLED_TOKENS else []
-    figure, grid = _panels(len(layers), len(heads), len(labels))
+    height = max(min(style.FULL_WIDTH / len(heads), 2.4), 0.095 * len(labels))
+    size = (style.FULL_WIDTH, 0.8 + len(layers) * (height + 0.25))
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    grid = figure.subplots(len(layers), len(heads), sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat:
+        style.style_axes(axes)
+        axes.grid(visible=False)
+        style.integer_ticks(axes.xaxis, axes.yaxis)
     for axes_row, layer, ends in zip(grid, layers, lifetimes["evicted_at"], strict=True):
         for axes, head, evicted_at in zip(axes_row, heads, ends, strict=True):
-            _draw_lifetimes(axes, evicted_at, lifetimes["n_prompt"])
+            _draw_panel(axes, evicted_at, lifetimes["n_prompt"])
             axes.set_title(f"layer {layer} · head {head}", fontsize=style.SMALL, color=style.INK, loc="left")
         if labels:
             shown = [_visible(label) for label in labels]
@@ -91,7 +46,7 @@ def key_lifetimes(lifetimes: Record) -> Figure:
     handles = [
         Patch(color=style.BLUE, label="kept to the end"),
         Patch(color=style.SAND, label="evicted"),
-        *[line for line in grid[0][0].lines if line.get_label() == "response begins"][:1],
+        *[line for line in grid[0, 0].lines if line.get_label() == "response begins"][:1],
     ]
     legend = figure.legend(
         handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=style.SMALL
@@ -107,10 +62,11 @@ def _visible(label: str) -> str:
     return escaped if len(escaped) <= MAX_LABEL_CHARACTERS else escaped[: MAX_LABEL_CHARACTERS - 1] + "…"
 
 
-def _draw_lifetimes(axes: Axes, evicted_at: Sequence[int | None], n_prompt: int) -> None:
+def _draw_panel(axes: Axes, evicted_at: Sequence[int | None], n_prompt: int) -> None:
+    """Draw the lifetimes of the keys of one layer and KV head."""
     n_keys = len(evicted_at)
     born = np.arange(n_keys)
-    end = np.array([n_keys if query is None else query for query in evicted_at], dtype=int)
+    end = np.array([n_keys if query is None else query for query in evicted_at])
     x = np.stack([born, end, end, born], axis=-1)
     y = born[:, None] + np.array([0.08, 0.08, 0.92, 0.92])
     colors = [style.BLUE if query is None else style.SAND for query in evicted_at]
@@ -121,14 +77,3 @@ def _draw_lifetimes(axes: Axes, evicted_at: Sequence[int | None], n_prompt: int)
     axes.axhline(n_prompt, color=style.INK, lw=0.8, ls=":")
     axes.set_xlim(0, max(n_keys, 1))
     axes.set_ylim(max(n_keys, 1), 0)
-
-
-def _panels(n_rows: int, n_columns: int, n_labels: int) -> tuple[Figure, list[list[Axes]]]:
-    height = max(min(style.FULL_WIDTH / n_columns, 2.4), 0.095 * n_labels)
-    figure = Figure(figsize=(style.FULL_WIDTH, 0.8 + n_rows * (height + 0.25)), dpi=100, layout="constrained")
-    grid = figure.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat:
-        style.style_axes(axes)
-        axes.grid(visible=False)
-        style.integer_ticks(axes.xaxis, axes.yaxis)
-    return figure, grid.tolist()

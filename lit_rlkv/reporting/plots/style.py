@@ -59,9 +59,9 @@ def run_dashes(place: int) -> Dashes:
     return "-" if place % 2 == 0 else DASHED
 
 
-def single_axes(x_label: str, y_label: str, height: float | int = HEIGHT) -> tuple[Figure, Axes]:
+def single_axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """Return a figure with one pair of axes, half as wide as a report."""
-    figure = Figure(figsize=(HALF_WIDTH, height), dpi=100, layout="constrained")
+    figure = Figure(figsize=(HALF_WIDTH, HEIGHT), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     style_axes(axes)
     label_axes(axes, x_label, y_label)

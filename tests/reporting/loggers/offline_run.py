@@ -27,8 +27,6 @@ class OfflineRun:
     """Keys of nested values are joined by a slash."""
     step_metric: dict[str, str] = field(default_factory=dict)
     """The x-axis of each metric or glob that was defined."""
-    summary: dict[str, Any] = field(default_factory=dict)
-    """The last value of each metric, or of several aggregates."""
     group: str = ""
     tags: list[str] = field(default_factory=list)
     artifacts: dict[str, list[str]] = field(default_factory=dict)
@@ -41,18 +39,15 @@ class OfflineRun:
         return [json.loads((self.folder / "files" / path).read_text())["data"] for path in logged]
 
 
-def read_runs(run_dir: Path) -> list[OfflineRun]:
-    """Return all W&B files of a run folder, in the order of their start."""
-    return [read(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
-
-
 def finished_runs(run_dir: Path) -> list[OfflineRun]:
-    """The same once wandb's own process has written the last to its end, which it does in its own time."""
+    """Return the W&B files of a run folder by their start, once wandb's own process has ended the last."""
     give_up_at = time.monotonic() + PATIENCE_S
-    while read_runs(run_dir)[-1].exit_code is None:
+    while True:
+        found = [read(path) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
+        if found[-1].exit_code is not None:
+            return found
         assert time.monotonic() < give_up_at, "wandb did not end its files"
         time.sleep(0.05)
-    return read_runs(run_dir)
 
 
 def records(content: bytes) -> Iterator[bytes]:
@@ -71,6 +66,10 @@ def records(content: bytes) -> Iterator[bytes]:
             pieces = b""
 
 
+def values(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
 def read(path: Path) -> OfflineRun:
     found = OfflineRun(path.parent)
     for data in records(path.read_bytes()):
@@ -82,20 +81,12 @@ def read(path: Path) -> OfflineRun:
                 found.resumes = run.resume
                 found.group, found.tags = run.run_group, list(run.tags)
             case "config":
-                found.config |= {item.key: json.loads(item.value_json) for item in record.config.update}
+                found.config |= values(record.config.update)
             case "history":
-                items = record.history.item
-                found.history.append(
-                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-                )
+                found.history.append(values(record.history.item))
             case "metric":
                 name = record.metric.name or record.metric.glob_name
                 found.step_metric[name] = record.metric.step_metric
-            case "summary":
-                found.summary |= {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.summary.update
-                }
             case "artifact":
                 paths = [entry.path for entry in record.artifact.manifest.contents]
                 found.artifacts.setdefault(record.artifact.type, []).extend(paths)

@@ -24,74 +24,56 @@ def test_a_logger_gets_everything_and_says_what_the_user_should_know(tmp_path, c
     assert [call[0] for call in logger.calls] == ["open", "scalars", "file", "close"]
     assert logger.named("close") == [(True,)]
     assert not caplog.records
+    assert use(None, tmp_path) == ""
 
 
 @pytest.mark.parametrize(
     ("fails_at", "calls"),
     [
-        ("open", ["open", "close"]),
-        ("scalars", ["open", "scalars", "close"]),
-        ("file", ["open", "scalars", "file", "close"]),
-        ("close", ["open", "scalars", "file", "close"]),
+        ({"open"}, ["open", "close"]),
+        ({"scalars"}, ["open", "scalars", "close"]),
+        ({"file"}, ["open", "scalars", "file", "close"]),
+        ({"close"}, ["open", "scalars", "file", "close"]),
+        ({"scalars", "close"}, ["open", "scalars", "close"]),
     ],
 )
 def test_a_failure_anywhere_is_reported_once_and_ends_the_logger_alone(tmp_path, caplog, fails_at, calls):
-    logger = KeepingLogger(fails_at={fails_at})
+    logger = KeepingLogger(fails_at=fails_at, figures_every=5)
     use(logger, tmp_path)
     assert [call[0] for call in logger.calls] == calls
+    assert logger.named("close") == [(fails_at == {"close"},)]
     (warning,) = caplog.records
     assert "no space left on device" in warning.getMessage()
     assert "metrics.csv" in warning.getMessage()
 
 
-def test_an_error_of_several_lines_or_none_is_one_line(tmp_path, caplog):
-    for error in (OSError("no\nspace"), TimeoutError()):
-        guarded = GuardedLogger(KeepingLogger(), start_in(tmp_path), Console(quiet=True))
-        guarded.send("an iteration", _raising(error))
-    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
-        "no space",
-        "TimeoutError",
-    ]
-
-
-def _raising(error):
+def raising(error):
     def fail(logger):
         raise error
 
     return fail
 
 
-def test_a_logger_that_cannot_even_be_ended_is_reported_once(tmp_path, caplog):
-    use(KeepingLogger(fails_at={"scalars", "close"}), tmp_path)
-    assert len(caplog.records) == 1
-
-
-def test_an_error_of_the_run_is_not_swallowed_and_ends_the_record_as_failed(tmp_path):
-    logger = KeepingLogger()
-    with pytest.raises(ZeroDivisionError), GuardedLogger(logger, start_in(tmp_path), Console(quiet=True)):
-        _ = 1 / 0
-    assert logger.named("close") == [(False,)]
-
-
-def test_an_interrupt_during_logging_reaches_the_run(tmp_path):
-    def interrupt(logger):
-        raise KeyboardInterrupt
-
-    with (
-        pytest.raises(KeyboardInterrupt),
-        GuardedLogger(KeepingLogger(), start_in(tmp_path), Console(quiet=True)) as guarded,
-    ):
-        guarded.send("an iteration", interrupt)
-
-
-def test_without_a_logger_nothing_is_sent(tmp_path):
-    assert use(None, tmp_path) == ""
-
-
-def test_no_figures_are_wanted_where_nothing_takes_them(tmp_path):
-    logger = KeepingLogger(fails_at={"scalars"}, figures_every=5)
-    guarded = GuardedLogger(logger, start_in(tmp_path), Console(quiet=True))
-    assert guarded.figures_every == 5
-    guarded.send("an iteration", lambda to: to.scalars({}, place(1)))
-    assert guarded.figures_every is None
+def test_an_error_is_told_in_one_line_and_ends_the_figures(tmp_path, caplog):
+    for error in (OSError("no\nspace"), TimeoutError()):
+        guarded = GuardedLogger(KeepingLogger(figures_every=5), start_in(tmp_path), Console(quiet=True))
+        assert guarded.figures_every == 5
+        guarded.send("an iteration", raising(error))
+        assert guarded.figures_every is None
+    told = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    assert told == ["no space", "TimeoutError"]
     assert GuardedLogger(None, start_in(tmp_path), Console(quiet=True)).figures_every is None
+
+
+@pytest.mark.parametrize(
+    ("error", "work"),
+    [
+        (ZeroDivisionError, raising(ZeroDivisionError())),
+        (KeyboardInterrupt, lambda guarded: guarded.send("an iteration", raising(KeyboardInterrupt()))),
+    ],
+)
+def test_an_error_of_the_run_is_not_swallowed_and_ends_the_record_as_failed(tmp_path, error, work):
+    logger = KeepingLogger()
+    with pytest.raises(error), GuardedLogger(logger, start_in(tmp_path), Console(quiet=True)) as guarded:
+        work(guarded)
+    assert logger.named("close") == [(False,)]

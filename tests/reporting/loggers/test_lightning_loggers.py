@@ -14,38 +14,24 @@ from lit_rlkv.reporting.pictures import Picture
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
 
 
-def test_lightnings_csv_logger_gets_config_and_metrics_over_iterations(tmp_path):
-    logger = as_run_logger(CSVLogger(tmp_path, name="lightning_csv"))
-    logger.open(start_in(tmp_path, seed=3))
-    for iteration in (1, 2):
-        logger.scalars({"reward": iteration / 2}, place(iteration))
-    logger.close(is_complete=True)
-    folder = tmp_path / "lightning_csv" / "version_0"
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["step"], row["reward"], row["rollout/tokens"]) for row in rows] == [
-        ("1", "0.5", "100.0"),
-        ("2", "1.0", "200.0"),
-    ]
-    noted = yaml.safe_load((folder / "hparams.yaml").read_text())
-    assert noted == {"seed": 3, "environment": {"python": "3.11"}}
-
-
-def test_a_row_is_on_the_disk_before_the_next_one(tmp_path):
-    logger = as_run_logger(CSVLogger(tmp_path, name="csv"))
-    logger.open(start_in(tmp_path))
-    logger.scalars({"reward": 0.5}, place(1))
-    assert "0.5" in (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
-
-
-def test_a_resumed_run_keeps_the_files_of_before(tmp_path):
+def test_lightnings_csv_logger_gets_config_and_metrics_over_iterations_in_a_file_for_each_start(tmp_path):
     for resumed_at in (0, 1):
         logger = as_run_logger(CSVLogger(tmp_path, name="csv"))
-        logger.open(start_in(tmp_path, resumed_at))
+        logger.open(start_in(tmp_path, resumed_at, seed=3))
         assert logger.last_iteration == resumed_at
         logger.scalars({"reward": 0.5}, place(resumed_at + 1))
+        folder = tmp_path / "csv" / f"version_{resumed_at}"
+        with (folder / "metrics.csv").open(newline="") as file:  # before the next row
+            (row,) = csv.DictReader(file)
+        tokens = 100.0 * (resumed_at + 1)
+        assert (row["step"], row["reward"], row["rollout/tokens"]) == (
+            f"{resumed_at + 1}",
+            "0.5",
+            f"{tokens}",
+        )
         logger.close(is_complete=False)
-    assert sorted(path.name for path in (tmp_path / "csv").iterdir()) == ["version_0", "version_1"]
+        noted = yaml.safe_load((folder / "hparams.yaml").read_text())
+        assert noted == {"seed": 3, "environment": {"python": "3.11"}}
 
 
 def test_an_object_that_is_not_a_logger_is_refused():
@@ -74,45 +60,37 @@ def wait_for_the_next_second():
 
 def opened(run_dir, resumed_at=0):
     logger = TensorBoard()
-    logger.open(start_in(run_dir, resumed_at, seed=3))
+    logger.open(start_in(run_dir, resumed_at, seed=3, cache={"policy": "snapkv", "budget": 16}))
     return logger
 
 
-def test_scalars_stand_over_iterations_and_the_axes_beside_them(tmp_path):
+def test_all_that_tensorboard_was_sent_is_in_the_folder_of_the_run(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
     logger = opened(tmp_path)
     for iteration in (1, 2):
         logger.scalars({"reward": iteration / 2}, place(iteration))
-    logger.close(is_complete=False)
+        assert len(events(tmp_path).Scalars("reward")) == iteration  # while the run goes on
+    logger.table("samples", ["prompt", "reward"], [["1+1=", 0.5]], place(4))
+    logger.figures([Picture(Figure(figsize=(2, 1)), "Reward", "how good")], place(4))
+    logger.close(is_complete=True)
+
     found = events(tmp_path)
     assert [(event.step, event.value) for event in found.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
     assert [event.value for event in found.Scalars("rollout/tokens")] == [100, 200]
-
-
-def test_config_and_environment_are_there(tmp_path):
-    opened(tmp_path).close(is_complete=True)
-    (text,) = events(tmp_path).Tensors("environment/text_summary")
+    (text,) = found.Tensors("environment/text_summary")
     assert b'"python": "3.11"' in text.tensor_proto.string_val[0]
     assert "seed: 3" in (tmp_path / lightning_loggers.FOLDER / "hparams.yaml").read_text()
-
-
-def test_the_event_files_are_in_a_folder_of_the_given_name(tmp_path):
-    logger = TensorBoard(name="smd-seed0")
-    said = logger.open(start_in(tmp_path))
-    logger.close(is_complete=True)
-    (file,) = (tmp_path / lightning_loggers.FOLDER / "smd-seed0").glob("events.*")
-    assert said == f"to watch: tensorboard --logdir {file.parent}"
-
-
-def test_settings_stand_beside_the_outcome_in_the_hparams_tab(tmp_path):
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    logger = TensorBoard()
-    logger.open(start_in(tmp_path, seed=3, cache={"policy": "snapkv", "budget": 16}))
-    logger.scalars({"reward": 0.5, "kl": 1.0}, place(2))
-    logger.close(is_complete=True)
+    (text,) = found.Tensors("samples/text_summary")
+    assert (text.step, b"| 1+1= | 0.5 |" in text.tensor_proto.string_val[0]) == (4, True)
+    (image,) = found.Images("figures/reward")
+    assert (image.step, image.width, image.height) == (4, 300, 150)
+    (tmp_path / "image.png").write_bytes(image.encoded_image_string)
+    assert np.all(imread(tmp_path / "image.png")[..., :3] == 1)  # an empty figure, on white
+    # The settings stand beside the outcome in the HPARAMS tab.
     parsed = {
         name: HParamsPluginData.FromString(data.plugin_data.content)
-        for name, data in events(tmp_path).summary_metadata.items()
+        for name, data in found.summary_metadata.items()
         if data.plugin_data.plugin_name == "hparams"
     }
     settings = parsed["_hparams_/session_start_info"].session_start_info.hparams
@@ -122,24 +100,12 @@ def test_settings_stand_beside_the_outcome_in_the_hparams_tab(tmp_path):
     assert [info.name.tag for info in compared] == ["hparams/reward"]
 
 
-def test_a_table_is_text_and_a_figure_an_image(tmp_path):
-    logger = opened(tmp_path)
-    logger.table("samples", ["prompt", "reward"], [["1+1=", 0.5]], place(4))
-    logger.figures([Picture(Figure(figsize=(2, 1)), "Cache fill", "how full")], place(4))
+def test_the_event_files_are_in_a_folder_of_the_given_name(tmp_path):
+    logger = TensorBoard(name="smd-seed0")
+    said = logger.open(start_in(tmp_path))
     logger.close(is_complete=True)
-    found = events(tmp_path)
-    (text,) = found.Tensors("samples/text_summary")
-    assert (text.step, b"| 1+1= | 0.5 |" in text.tensor_proto.string_val[0]) == (4, True)
-    (image,) = found.Images("figures/cache_fill")
-    assert (image.step, image.width, image.height) == (4, 300, 150)
-    path = tmp_path / "image.png"
-    path.write_bytes(image.encoded_image_string)
-    assert np.all(imread(path)[..., :3] == 1)  # an empty figure, on white
-
-
-def test_a_row_can_be_read_while_the_run_goes_on(tmp_path):
-    opened(tmp_path).scalars({"reward": 0.5}, place(1))
-    assert len(events(tmp_path).Scalars("reward")) == 1
+    (file,) = (tmp_path / lightning_loggers.FOLDER / "smd-seed0").glob("events.*")
+    assert said == f"to watch: tensorboard --logdir {file.parent}"
 
 
 def test_a_resumed_run_hides_what_was_done_after_its_checkpoint(tmp_path):
@@ -156,19 +122,14 @@ def test_a_resumed_run_hides_what_was_done_after_its_checkpoint(tmp_path):
     assert seen == [(1, pytest.approx(0.1)), (2, pytest.approx(0.2)), (3, pytest.approx(0.9))]
 
 
-def test_a_missing_package_is_named_before_work(monkeypatch):
-    monkeypatch.setattr(lightning_loggers, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install -e "\.\[tensorboard\]"'):
-        TensorBoard()
-
-
-def test_a_name_that_is_no_folder_is_refused():
-    with pytest.raises(ValueError, match="must be the name of a folder, got 'a/b'"):
-        TensorBoard(name="a/b")
-
-
 @pytest.mark.usefixtures("_as_users_run_it")
-def test_an_invalid_interval_is_refused():
-    for figures_every in (0, -1, True):
-        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
-            TensorBoard(figures_every=figures_every)
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"name": "a/b"}, "must be the name of a folder, got 'a/b'"),
+        *[({"figures_every": n}, "must be a whole number of at least 1") for n in (0, -1, True)],
+    ],
+)
+def test_invalid_settings_are_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        TensorBoard(**settings)

@@ -2,14 +2,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
 
+from lit_rlkv.reporting import loggers
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback
 from lit_rlkv.reporting.samples import Samples
-from lit_rlkv.types import NEVER, Rollout
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
+from tests.reporting.reports import make_rollout
 from tests.reporting.test_samples import make_experience
 
 
@@ -32,24 +32,6 @@ def write_samples(tmp_path, *iterations):
     (tmp_path / "samples.jsonl").write_text("".join(line + "\n" for line in lines))
 
 
-def experience(iteration, n_rows=20):
-    """Return an experience with the fields that the callback reads."""
-    attention_mask = torch.ones(n_rows, 3, dtype=torch.bool)
-    evicted_at = torch.full((n_rows, 1, 1, 3), NEVER).int()
-    rollout = Rollout(
-        torch.zeros(n_rows, 3).long(), attention_mask, attention_mask, torch.zeros(n_rows, 3), evicted_at, 0
-    )
-    return SimpleNamespace(iteration=iteration, rollout=rollout)
-
-
-def test_an_iteration_goes_to_the_logger_at_its_place(tmp_path):
-    logger = KeepingLogger()
-    end(make(tmp_path, logger), 4)
-    ((metrics, at),) = logger.named("scalars")
-    assert metrics["reward"] == 0.4
-    assert at == place(4)
-
-
 @pytest.mark.parametrize("n", [1, 16, 30])
 def test_all_that_was_drawn_in_an_iteration_is_a_table(tmp_path, n):
     logger = KeepingLogger()
@@ -61,38 +43,25 @@ def test_all_that_was_drawn_in_an_iteration_is_a_table(tmp_path, n):
     assert logger.named("table") == [("samples", rows[i], place(i)) for i in (1, 3)]
 
 
-def test_rows_that_the_logger_holds_are_not_sent_again(tmp_path):
-    logger = KeepingLogger(last_iteration=3)
-    callback = make(tmp_path, logger, [row(1), row(2)])
-    for iteration in (3, 4):
-        end(callback, iteration)
-    assert [at["iteration"] for _, at in logger.named("scalars")] == [4]
-
-
-def test_rows_that_the_logger_lost_are_sent_again_after_a_resume(tmp_path):
-    logger = KeepingLogger(last_iteration=1)
-    callback = make(tmp_path, logger, [row(1), row(2), row(3)])
-    end(callback, 4)
-    assert [(metrics["reward"], at) for metrics, at in logger.named("scalars")] == [
-        (0.2, place(2)),
-        (0.3, place(3)),
-        (0.4, place(4)),
-    ]
-
-
-@pytest.mark.parametrize(("last_iteration", "sent"), [(3, []), (1, [2, 3]), (0, [1, 2, 3])])
-def test_the_logger_has_each_sample_once_after_a_resume(tmp_path, last_iteration, sent):
+@pytest.mark.parametrize("last_iteration", [0, 1, 2, 3])
+def test_rows_and_samples_that_the_logger_lacks_are_sent_once_after_a_resume(tmp_path, last_iteration):
     write_samples(tmp_path, 1, 2, 3)
     logger = KeepingLogger(last_iteration=last_iteration)
     callback = make(tmp_path, logger, [row(1), row(2)], resumed_at=2)
     callback.samples.latest = [LoggedSample("p", "c", 1.0, 3)]
-    end(callback, 3)
-    assert [cells[0] for _, rows, _ in logger.named("table") for cells in rows] == sent
+    for iteration in (3, 4):
+        end(callback, iteration)
+    sent = [n for n in (1, 2, 3, 4) if n > last_iteration]
+    assert [(metrics["reward"], at) for metrics, at in logger.named("scalars")] == [
+        (n / 10, place(n)) for n in sent
+    ]
+    assert [cells[0] for _, rows, _ in logger.named("table") for cells in rows] == [n for n in sent if n < 4]
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-def test_figures_are_drawn_when_due_of_some_of_the_rollout(tmp_path):
+def test_figures_are_drawn_when_due_of_some_of_the_rollout_which_is_let_go_of(tmp_path, monkeypatch):
     logger, drawn = KeepingLogger(figures_every=2), []
+    monkeypatch.setattr(loggers, "N_DRAWN", 1)
 
     def draw(rollout):
         drawn.append(len(rollout.input_ids))
@@ -100,24 +69,17 @@ def test_figures_are_drawn_when_due_of_some_of_the_rollout(tmp_path):
 
     callback = make(tmp_path, logger, draw=draw)
     for iteration in (0, 1, 2):
-        callback.on_rollout_end(experience(iteration))
+        callback.on_rollout_end(SimpleNamespace(iteration=iteration, rollout=make_rollout()))
+        assert (callback._rollout is not None) is (iteration == 1)
         end(callback, iteration + 1)
-    assert drawn == [16]
+        assert callback._rollout is None
+    assert drawn == [1]  # of two
     assert logger.named("figures") == [(["a picture"], place(2))]
-
-
-@pytest.mark.usefixtures("_as_users_run_it")
-def test_a_rollout_is_let_go_of_before_the_next(tmp_path):
-    callback = make(tmp_path, KeepingLogger(figures_every=1))
-    callback.on_rollout_end(experience(0))
-    assert callback._rollout is not None
-    end(callback, 1)
-    assert callback._rollout is None
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
 def test_a_picture_that_fails_stops_no_training(tmp_path, caplog):
     callback = make(tmp_path, KeepingLogger(figures_every=1), draw=lambda rollout: 1 / 0)
-    callback.on_rollout_end(experience(0))
+    callback.on_rollout_end(SimpleNamespace(iteration=0, rollout=make_rollout()))
     end(callback, 1)
     assert "division by zero" in caplog.text

@@ -5,6 +5,7 @@ import sys
 import pytest
 import wandb
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from lit_rlkv.files import DamagedFileError
 from lit_rlkv.reporting.loggers import GuardedLogger
@@ -27,83 +28,57 @@ def iterations(run):
     return [row["iteration"] for row in run.history if "reward" in row]
 
 
-def test_a_run_without_an_account_is_kept_in_its_folder_with_config_and_environment(tmp_path):
-    logger = opened(tmp_path / "run")
-    said = logger.close(is_complete=True)
-    assert said == f"to upload to W&B: wandb sync {tmp_path / 'run' / 'wandb'}"
-    (run,) = finished_runs(tmp_path / "run")
-    assert (run.project, run.name, run.exit_code) == ("tests", "run", 0)
-    assert run.config["seed"] == 3
-    assert run.config["environment"] == {"python": "3.11"}
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "iteration-2").mkdir()
+    (tmp_path / "iteration-2" / "state.json").write_text("{}")
+    return tmp_path / "iteration-2"
 
 
-def test_metrics_are_drawn_over_sampled_tokens_and_the_other_axes_are_there(tmp_path):
-    logger = opened(tmp_path / "run")
+def test_a_run_without_an_account_is_kept_in_its_folder_with_all_that_it_was_sent(tmp_path, model):
+    (tmp_path / "report.html").write_text("<html>")
+    logger = opened(tmp_path / "run", name="smd-seed0", group="smd", tags=["smd", "seed0"], log_model=True)
     for iteration in (1, 2):
         logger.scalars({"reward": iteration / 2}, place(iteration))
-    logger.close(is_complete=True)
+    for accuracy in (0.5, 0.75):
+        logger.table("evaluation", ["cache", "accuracy"], [["dense", accuracy]], place(2))
+    logger.figures([Picture(Figure(figsize=(2, 1)), "Reward", "how good")], place(7))
+    logger.file(tmp_path / "report.html", "report")
+    logger.file(model, "model")
+    said = logger.close(is_complete=True)
+
+    assert said == f"to upload to W&B: wandb sync {tmp_path / 'run' / 'wandb'}"
     (run,) = finished_runs(tmp_path / "run")
+    assert (run.project, run.name, run.group, run.tags) == ("tests", "smd-seed0", "smd", ["smd", "seed0"])
+    assert run.config["seed"] == 3
+    assert (run.config["environment"], run.config["run_dir"]) == ({"python": "3.11"}, "run")
+    assert (run.artifacts["report"], run.artifacts["model"], run.exit_code) == (
+        ["report.html"],
+        ["state.json"],
+        0,
+    )
     axes = ("rollout/tokens", "time/wall_clock_s", "iteration")
     assert [run.step_metric[axis] for axis in axes] == ["", "", ""]
     others = {run.step_metric[name] for name in run.step_metric.keys() - {*axes}}
     assert (others, "*" in run.step_metric) == ({"rollout/tokens"}, True)
     rows = [{k: v for k, v in row.items() if k[0] != "_"} for row in run.history]
-    assert rows == [{"reward": iteration / 2, **place(iteration)} for iteration in (1, 2)]
-
-
-def test_name_group_and_tags_are_those_given_and_the_folder_is_in_the_config(tmp_path):
-    opened(tmp_path / "run", name="smd-seed0", group="smd", tags=["smd", "seed0"]).close(is_complete=True)
-    (run,) = finished_runs(tmp_path / "run")
-    assert (run.name, run.group, run.tags) == ("smd-seed0", "smd", ["smd", "seed0"])
-    assert run.config["run_dir"] == "run"
-
-
-def test_each_table_is_logged_as_it_is(tmp_path):
-    logger = opened(tmp_path / "run")
-    for accuracy in (0.5, 0.75):
-        logger.table("evaluation", ["cache", "accuracy"], [["dense", accuracy]], place(1))
-    logger.close(is_complete=True)
-    assert finished_runs(tmp_path / "run")[0].table("evaluation") == [[["dense", 0.5]], [["dense", 0.75]]]
-
-
-def test_figures_are_images_with_their_captions(tmp_path):
-    logger = opened(tmp_path / "run")
-    logger.figures([Picture(Figure(figsize=(2, 1)), "Cache fill", "how full")], place(7))
-    logger.close(is_complete=True)
-    (run,) = finished_runs(tmp_path / "run")
-    (row,) = run.history
-    image = {k.removeprefix("figures/cache_fill/"): v for k, v in row.items() if k.startswith("figures/")}
+    assert rows[:2] == [{"reward": iteration / 2, **place(iteration)} for iteration in (1, 2)]
+    assert run.table("evaluation") == [[["dense", 0.5]], [["dense", 0.75]]]
+    image = {k.removeprefix("figures/reward/"): v for k, v in rows[-1].items() if k.startswith("figures/")}
     assert (image["_type"], image["width"], image["height"]) == ("image-file", 300, 150)
-    assert image["caption"] == "how full"
+    assert (image["caption"], rows[-1]["iteration"]) == ("how good", 7)
     assert (run.folder / "files" / image["path"]).is_file()
-    assert row["iteration"] == 7
-
-
-@pytest.mark.parametrize("log_model", [True, False])
-def test_the_report_is_an_artifact_and_the_model_on_request(tmp_path, log_model):
-    (tmp_path / "report.html").write_text("<html>")
-    (tmp_path / "iteration-2").mkdir()
-    (tmp_path / "iteration-2" / "state.json").write_text("{}")
-    logger = opened(tmp_path / "run", log_model=log_model)
-    logger.file(tmp_path / "report.html", "report")
-    logger.file(tmp_path / "iteration-2", "model")
-    logger.close(is_complete=True)
-    expected = {"report": ["report.html"]} | ({"model": ["state.json"]} if log_model else {})
-    assert finished_runs(tmp_path / "run")[0].artifacts == expected
-
-
-def test_a_failed_run_is_marked_as_such(tmp_path):
-    opened(tmp_path / "run").close(is_complete=False)
-    assert finished_runs(tmp_path / "run")[0].exit_code == 1
 
 
 @pytest.mark.parametrize("is_uploaded", [False, True])
-def test_a_resume_offline_replaces_the_part_of_before_unless_it_was_uploaded(tmp_path, is_uploaded):
+def test_a_resume_offline_replaces_the_part_of_before_unless_it_was_uploaded(tmp_path, model, is_uploaded):
     first = opened(tmp_path / "run")
     for iteration in (1, 2, 3):
         first.scalars({"reward": 0.5}, place(iteration))
+    first.file(model, "model")  # not without log_model
     first.close(is_complete=False)
     (before,) = finished_runs(tmp_path / "run")
+    assert (before.name, before.exit_code, before.artifacts) == ("run", 1, {})
     if is_uploaded:
         (before.folder / f"run-{before.id}.wandb.synced").touch()  # as `wandb sync` does
     again = opened(tmp_path / "run", resumed_at=2)
@@ -124,8 +99,6 @@ def test_only_an_id_of_wandb_is_taken_from_the_folder(tmp_path):
 
 def test_a_missing_wandb_stops_nothing(tmp_path, monkeypatch, caplog, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)  # import then raises ImportError
-    from rich.console import Console
-
     with GuardedLogger(WandbRun("tests"), start_in(tmp_path), Console()) as guarded:
         guarded.send("an iteration", lambda to: to.scalars({"reward": 0.5}, place(1)))
     (warning,) = caplog.records

@@ -49,28 +49,16 @@ def sync(run_dir):
     )
 
 
-def test_sync_makes_one_run_of_parts_that_were_kept_offline(service, tmp_path):
-    record(tmp_path / "run", range(1, 16), offline=True)
-    finished_runs(tmp_path / "run")
-    last = record(tmp_path / "run", range(13, 19), resumed_at=12, offline=True)
-    finished_runs(tmp_path / "run")
-    sync(tmp_path / "run")
-    history = service.history(last.run.id)
-    assert [row["iteration"] for row in history] == list(range(1, 19))
-
-
-def test_a_run_with_an_account_resumes_in_the_service(service, tmp_path):
-    first = record(tmp_path / "run", range(1, 4))
-    again = record(tmp_path / "run", range(3, 6), resumed_at=2)
-    assert again.run.id == first.run.id
-    assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5]
-
-
-def test_what_the_service_lost_is_sent_again(service, tmp_path):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_run_with_an_account_resumes_in_the_service_and_sends_again_what_that_lost(
+    service, tmp_path, is_lost
+):
     first = record(tmp_path / "run", range(1, 6))
-    service.lines[first.run.id] = {n: line for n, line in service.lines[first.run.id].items() if n < 2}
-    service.summary[first.run.id] = '{"iteration": 2, "_step": 1}'
-    record(tmp_path / "run", range(5, 7), resumed_at=4)
+    if is_lost:
+        service.lines[first.run.id] = {n: line for n, line in service.lines[first.run.id].items() if n < 2}
+        service.summary[first.run.id] = '{"iteration": 2, "_step": 1}'
+    again = record(tmp_path / "run", range(5, 7), resumed_at=4)
+    assert again.run.id == first.run.id
     assert [row["iteration"] for row in service.history(first.run.id)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -7,9 +7,7 @@ from tests.hand_built import one_row
 
 N = NEVER
 
-
 TWO_HEADS = one_row([[[0, N, 4, N, N, N], [0, 4, 4, N, N, N]]])
-
 
 NOTHING = one_row(torch.zeros(1, 1, 3), n_pad=3)
 

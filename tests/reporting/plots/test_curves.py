@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from lit_rlkv.diagnostics.importance_ratios import CORRECTION_WEIGHTS
 from lit_rlkv.reporting.plots import curves, style
@@ -73,17 +74,9 @@ def test_values_are_drawn_in_the_unit_of_the_axis():
     assert list(figure.axes[0].lines[0].get_ydata()) == [2.0]
 
 
-def test_equal_curves_of_two_runs_both_show():
-    same = history(x=[1.0, 2.0])
-    first, second = draw_runs(curves_on("free"), "x", {"a": same, "b": same}).axes[0].lines
-    assert (first.get_color(), second.get_color()) == (style.BLUE, style.VERMILLION)
-    assert first.get_linestyle() == "-"
-    assert second.get_linestyle() == "--"
-
-
-def test_every_set_has_a_caption_and_a_unit_and_no_metric_is_drawn_twice():
+def test_every_set_has_a_unit_and_known_metrics_to_compare_and_no_metric_is_drawn_twice():
     sets = [one for section in curves.CURVES.values() for one in section]
-    assert all(one.caption.endswith(".") and one.y_label for one in sets)
+    assert all(one.y_label and set(one.compared) <= one.metrics.keys() for one in sets)
     names = [name for one in sets for name in one.metrics]
     assert len(set(names)) == len(names)
 
@@ -93,18 +86,28 @@ def test_every_correction_has_its_curve():
     assert drawn == [f"kv/arms/{name}/ess" for name in CORRECTION_WEIGHTS]
 
 
-def test_a_legend_is_no_wider_than_the_figure_and_leaves_the_axes_their_width():
-    names = ("rollout_corr/k3_kl", "kv/dense_k3_kl", "smd/kl", "teacher/kl", "kv/replay_gap")
-    figure = curves.draw("Mismatch of sampler and learner", history(**{key: [0.0] for key in names}))
+LEGENDS = [one for sets in curves.CURVES.values() for one in sets if len(one.metrics) > 1]
+
+
+@pytest.mark.parametrize("curve", LEGENDS, ids=lambda curve: curve.title)
+@pytest.mark.parametrize("n", [2, 3, 9])
+def test_a_legend_is_inside_its_figure_and_leaves_the_axes_their_width(curve, n):
+    figure = curves.draw_metrics(curve, [{"iteration": 1, **dict.fromkeys([*curve.metrics][:n], 0.0)}])
     figure.draw_without_rendering()
     (axes,) = figure.axes
-    assert axes.get_legend().get_window_extent().x1 < figure.bbox.width
-    assert axes.get_window_extent().width > 0.8 * figure.bbox.width
+    assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1
+    assert axes.bbox.width > 0.75 * figure.bbox.width
 
 
-def test_curves_are_drawn_by_their_title():
-    figure = curves.draw("Reward", history(reward=[0.5], reward_std=[0.1]))
-    assert labels(figure) == ["mean", "std in a group"]
+def test_names_of_runs_are_wrapped_in_a_legend():
+    names = ["runs/" + "a-long-name-of-a-run_" * 6 + str(n) for n in range(3)]
+    reward = next(one for one in curves.CURVES["Training"] if one.title == "Reward")
+    figure = curves.draw_runs(reward, "reward", {name: [{"iteration": 1, "reward": 0.5}] for name in names})
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    shown = [text.get_text().replace("\n", "") for text in axes.get_legend().get_texts()]
+    assert shown == names
+    assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1
 
 
 def test_accuracy_is_drawn_in_the_order_of_budgets_and_dense_as_a_level():
@@ -131,3 +134,19 @@ def test_accuracies_have_their_wilson_intervals():
     assert whiskers.vertices[:, 1] == pytest.approx([0.4038, 0.5962], abs=1e-4)
     (band,) = axes.patches
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.9630, 1.0), abs=1e-4)
+
+
+def test_an_iteration_without_the_metric_is_left_out():
+    history = [{"iteration": 1, "reward": 0.1}, {"iteration": 2}, {"iteration": 3, "reward": float("nan")}]
+    (drawn,) = curves.draw("Reward", [*history, {"iteration": 4, "reward": 0.4}]).axes[0].lines
+    assert (list(drawn.get_xdata()), list(drawn.get_ydata())) == ([1, 4], [0.1, 0.4])
+
+
+def test_a_figure_becomes_an_image_of_its_size_on_white():
+    figure = Figure(figsize=(2, 1))
+    figure.add_axes((0, 0, 0.5, 1), facecolor="#ff0000").set_axis_on()
+    image = style.pixels(figure)
+    assert (image.dtype, image.shape) == (np.uint8, (style.PIXELS_PER_INCH, 2 * style.PIXELS_PER_INCH, 3))
+    row = image[style.PIXELS_PER_INCH // 2]
+    assert list(row[style.PIXELS_PER_INCH // 2]) == [255, 0, 0]  # the left half is red
+    assert list(row[-1]) == [255, 255, 255]
