@@ -1,6 +1,7 @@
 """RunContext: the objects that all stages of a run share."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
