@@ -305,6 +305,10 @@ class Rollout(TensorBatch):
         """First query column that no longer sees each key; NEVER if it was not evicted, 0 on padding."""
         return self.record.evicted_at
 
+    def with_record(self, **parts: Any) -> "Rollout":
+        """Return the rollout with other parts of its record, as `dataclasses.replace` of a `Record`."""
+        return replace(self, record=replace(self.record, **parts))
+
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
         return replace(self, record=self.record.emptied())

@@ -77,7 +77,7 @@ def _with_evictions_of(rollout: Rollout, layers: list[int]) -> Rollout:
     """Return the rollout with the evictions of these layers only."""
     evicted_at = torch.full_like(rollout.evicted_at, NEVER)
     evicted_at[:, layers] = rollout.evicted_at[:, layers]
-    return replace(rollout, record=replace(rollout.record, evicted_at=evicted_at))
+    return rollout.with_record(evicted_at=evicted_at)
 
 
 def has_equal_views(rollout: Rollout) -> bool:
