@@ -1,6 +1,5 @@
 """Distributions of the policy under two views of a rollout: sparse and dense."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
