@@ -78,7 +78,7 @@ def test_experts_and_sampling_masks_are_replayed_together(tmp_path, monkeypatch)
     assert min(row[f"kv/recorded_bytes/{name}"] for name in ("expert_ids", "sampling_masks")) > 0
 
     def of_the_token_before(rollout):
-        return rollout.expert_ids[..., :-1].roll(1, dims=-1)
+        return rollout.record.expert_ids[..., :-1].roll(1, dims=-1)
 
     monkeypatch.setattr(replay, "query_experts", of_the_token_before)
     (wrong,) = metrics_of(tmp_path, "wrong", checkpoint, *options)
@@ -168,4 +168,4 @@ def test_the_bytes_of_the_record_are_a_need_of_a_rollout(tmp_path):
         )
         assert len(routers_of(backbone)) == 3
     # the decoder's buffer, and the rollout
-    assert needs["record of experts"] == 2 * rollout.expert_ids.nbytes
+    assert needs["record of experts"] == 2 * rollout.record.expert_ids.nbytes

@@ -131,8 +131,8 @@ def test_no_operation_forgets_a_part_of_a_rollout():
         assert wide[name].shape == (*part.shape[:-1], 7), name
         assert torch.equal(wide[name][..., :5], part), name
     elsewhere = rollout.to("meta")
-    assert elsewhere.sampling_masks is not None
-    assert elsewhere.sampling_masks.token_ids.is_meta
+    assert elsewhere.record.sampling_masks is not None
+    assert elsewhere.record.sampling_masks.token_ids.is_meta
     assert all(getattr(elsewhere, name).device.type == "meta" for name in parts.keys() - {"sampling_masks"})
 
 
@@ -144,7 +144,7 @@ def test_a_part_that_only_some_batches_have_is_not_lost_silently():
 
 def test_a_rollout_is_joined_and_its_rows_are_chosen_with_all_records():
     rollout = Rollout.cat([make_rollout(), make_rollout().rows(slice(1, 2))])
-    assert rollout.sampling_masks is not None
-    assert sets_of(rollout.sampling_masks) == [*SETS, SETS[1]]
+    assert rollout.record.sampling_masks is not None
+    assert sets_of(rollout.record.sampling_masks) == [*SETS, SETS[1]]
     assert torch.equal(rollout.input_ids[3], rollout.input_ids[1])
     assert rollout.kv_bytes == 7

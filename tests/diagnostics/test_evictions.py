@@ -41,7 +41,7 @@ def test_a_token_is_affected_once_its_query_misses_a_key_in_any_head():
     # Queries of columns 3 and 4 miss keys in some head, that of column 2 misses none.
     assert float(affected_fraction(TWO_HEADS)) == pytest.approx(2 / 3)
     assert float(
-        affected_fraction(replace(TWO_HEADS, evicted_at=TWO_HEADS.evicted_at[:, :, :1]))
+        affected_fraction(TWO_HEADS.with_record(evicted_at=TWO_HEADS.evicted_at[:, :, :1]))
     ) == pytest.approx(1 / 3)
     # What is no token never was a key; a evicted_at after the last query affects nobody.
     late = one_row([[[0, 5, N, N, N, N]]], n_pad=1, n_prompt=2)
@@ -97,7 +97,7 @@ def test_counts_of_a_rollout_agree_with_their_definitions():
     every, last = retained_fraction(rollout)
     torch.testing.assert_close(every, expected)
     assert 0 < last.mean() < every.mean() < 1
-    late = replace(rollout, evicted_at=torch.where(rollout.evicted_at < N, rollout.evicted_at + 1, N))
+    late = rollout.with_record(evicted_at=torch.where(rollout.evicted_at < N, rollout.evicted_at + 1, N))
     assert (retained_fraction(late)[0] - expected).abs().min() > 1e-3
 
 

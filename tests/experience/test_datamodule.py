@@ -163,8 +163,8 @@ def with_short_responses(experience: Experience, n_tokens: list[int]) -> Experie
         rollout,
         attention_mask=rollout.attention_mask & is_kept,
         response_mask=rollout.response_mask & is_kept,
-        evicted_at=rollout.evicted_at * is_kept[:, None, None],
     )
+    rollout = rollout.with_record(evicted_at=rollout.evicted_at * is_kept[:, None, None])
     weights = replace(experience.weights, is_counted=experience.weights.is_counted & is_kept)
     return replace(experience, rollout=rollout, weights=weights)
 

@@ -13,7 +13,7 @@ from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.objectives.clipped import clipped_surrogate
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import NEVER, Record, Rollout
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
 
 N_NEW = 16
@@ -83,7 +83,7 @@ def pad(rollout: Rollout, n_left: int, n_right: int) -> Rollout:
         attention_mask=F.pad(rollout.attention_mask, sides),
         response_mask=F.pad(rollout.response_mask, sides),
         rollout_logps=F.pad(rollout.rollout_logps, sides),
-        evicted_at=F.pad(moved, sides),
+        record=Record(F.pad(moved, sides)),
     )
 
 
@@ -137,7 +137,7 @@ def test_the_comparison_catches_denominators_of_the_micro_batch():
 def test_the_comparison_catches_evictions_that_did_not_move_with_the_padding():
     expected = loss_and_gradients([compressed()], of_the_whole_step)
     padded = pad(compressed(), n_left=3, n_right=2)
-    stale = replace(padded, evicted_at=F.pad(compressed().evicted_at, (3, 2)))
+    stale = padded.with_record(evicted_at=F.pad(compressed().evicted_at, (3, 2)))
     assert largest_difference(loss_and_gradients([stale], of_the_whole_step), expected) > 1e-2
 
 

@@ -1,7 +1,6 @@
 """The learner's log-probs over the sets that the sampler chose from are the sampler's, and over no others."""
 
 import copy
-from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
@@ -68,7 +67,7 @@ def test_replayed_log_probs_equal_rollout_log_probs(combination: str, policy: st
     rollout = sampled(combination, policy, temperature)
     assert gap(rollout, temperature) < TOLERANCE
     # Over the whole vocabulary, or at another temperature, the log-probs are others.
-    assert gap(replace(rollout, sampling_masks=None), temperature) > 1e-2
+    assert gap(rollout.with_record(sampling_masks=None), temperature) > 1e-2
     assert gap(rollout, temperature * 1.05) > 1e-2
 
 
@@ -93,7 +92,7 @@ def recomputed(rollout: Rollout, model: PreTrainedModel, combination: str, n_mor
     place = torch.arange(ordered.shape[1])
     is_kept = place >= ordered.shape[1] - counts[:, None]
     record = scatter_to_response(rollout, counts.float()).int()
-    return replace(rollout, sampling_masks=SamplingMasks(record, ids[is_kept].int()))
+    return rollout.with_record(sampling_masks=SamplingMasks(record, ids[is_kept].int()))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -111,7 +110,7 @@ def same_sets(a: Rollout, b: Rollout) -> bool:
 
 
 def sets_of(rollout: Rollout) -> list[set[int]]:
-    masks = rollout.sampling_masks
+    masks = rollout.record.sampling_masks
     assert masks is not None
     counts = masks.counts[rollout.response_mask].tolist()
     return [set(ids.tolist()) for ids in torch.split(masks.token_ids, counts)]
@@ -174,7 +173,7 @@ def test_the_reference_is_renormalised_over_the_samplers_sets():
     found = score_rollout(roles, rollout, {"reference": True}, temperature=1.0)["reference"]
     with acting_as(roles, "reference") as backbone:
         expected = explicit_logps(backbone, rollout, shadow=True)
-        whole = replay_logps(backbone, replace(rollout, sampling_masks=None))
+        whole = replay_logps(backbone, rollout.with_record(sampling_masks=None))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (found - whole).abs().max() > 1e-2
 

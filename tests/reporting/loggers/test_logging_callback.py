@@ -8,7 +8,7 @@ from rich.console import Console
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.loggers import GuardedLogger, LoggingCallback
 from lit_rlkv.reporting.samples import Samples
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import NEVER, Record, Rollout
 from tests.reporting.loggers.recorded import KeepingLogger, place, start_in
 from tests.reporting.test_samples import make_experience
 
@@ -35,10 +35,8 @@ def write_samples(tmp_path, *iterations):
 def experience(iteration, n_rows=20):
     """Return an experience with the fields that the callback reads."""
     attention_mask = torch.ones(n_rows, 3, dtype=torch.bool)
-    evicted_at = torch.full((n_rows, 1, 1, 3), NEVER).int()
-    rollout = Rollout(
-        torch.zeros(n_rows, 3).long(), attention_mask, attention_mask, torch.zeros(n_rows, 3), evicted_at, 0
-    )
+    zeros, record = torch.zeros(n_rows, 3), Record(torch.full((n_rows, 1, 1, 3), NEVER).int())
+    rollout = Rollout(zeros.long(), attention_mask, attention_mask, zeros, record, 0)
     return SimpleNamespace(iteration=iteration, rollout=rollout)
 
 

@@ -6,7 +6,7 @@ from matplotlib.collections import PolyCollection
 
 from lit_rlkv.reporting.eviction_record import eviction_record, fill_record, lifetimes_record
 from lit_rlkv.reporting.plots import kept_keys, style
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import Record, Rollout
 from tests.hand_built import one_row
 from tests.reporting.plots.drawn import NOTHING, TWO_HEADS, N, line
 
@@ -117,7 +117,7 @@ def test_the_record_of_a_rollout_is_of_its_longest_sequence_and_survives_json():
         attention_mask=torch.cat([short, TWO_HEADS.attention_mask]),
         response_mask=TWO_HEADS.response_mask.repeat(2, 1),
         rollout_logps=torch.zeros(2, 6),
-        evicted_at=TWO_HEADS.evicted_at.repeat(2, 1, 1, 1),
+        record=Record(TWO_HEADS.evicted_at.repeat(2, 1, 1, 1)),
         kv_bytes=0,
     )
     record = eviction_record(both, str)
@@ -137,7 +137,7 @@ def test_cache_fill_averages_only_over_rows_that_still_write():
         attention_mask=torch.cat([rollout.attention_mask, ends_early]),
         response_mask=torch.cat([rollout.response_mask, rollout.response_mask & ends_early]),
         rollout_logps=torch.zeros(2, 5),
-        evicted_at=torch.cat([rollout.evicted_at, torch.where(ends_early, N, 0).int()[:, None, None]]),
+        record=Record(torch.cat([rollout.evicted_at, torch.where(ends_early, N, 0).int()[:, None, None]])),
         kv_bytes=0,
     )
     # queries of the long row are columns 0 to 3, of the short one 0 and 1: its idle columns do not count
