@@ -1,7 +1,6 @@
 """Invariants 1 and 4: a budget that is never reached changes nothing, nor does how a batch is arranged."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.experience.sample import widened
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.objectives.clipped import clipped_surrogate
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Record, Rollout
+from lit_rlkv.types import Rollout
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
 
 N_NEW = 16
@@ -70,21 +70,8 @@ def compressed() -> Rollout:
 
 
 def pad(rollout: Rollout, n_left: int, n_right: int) -> Rollout:
-    """The same sequences with more padding around them; evictions are columns and move along."""
-    sides = (n_left, n_right)
-    moved = torch.where(
-        (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER),
-        rollout.evicted_at + n_left,
-        rollout.evicted_at,
-    )
-    return replace(
-        rollout,
-        input_ids=F.pad(rollout.input_ids, sides, value=PAD),
-        attention_mask=F.pad(rollout.attention_mask, sides),
-        response_mask=F.pad(rollout.response_mask, sides),
-        rollout_logps=F.pad(rollout.rollout_logps, sides),
-        record=Record(F.pad(moved, sides)),
-    )
+    """The same sequences with more padding around them."""
+    return widened(rollout, rollout.input_ids.shape[1] + n_left + n_right, PAD, n_left)
 
 
 def loss_of(rollout: Rollout, n_response_tokens: Tensor) -> Tensor:

@@ -76,7 +76,6 @@ def test_the_learner_replays_rounded_keys_and_values_exactly(policy: str, dtype:
     rollout = roll_out(in_double(), spec_of(policy, dtype))
     assert rollout.record.codes.dtype == dtype
     assert gap(in_double(), rollout) < TOLERANCE
-    assert gap(in_double(), rollout.rows(torch.tensor([2, 0]))) < TOLERANCE
     assert gap(in_double(), by_itself(rollout)) < TOLERANCE
     assert gap(in_double(), rollout.with_record(codes=None)) > NOTICED
     for other in {*ROUNDINGS} - {dtype}:

@@ -71,12 +71,6 @@ def test_replayed_log_probs_equal_rollout_log_probs(combination: str, policy: st
     assert gap(rollout, temperature * 1.05) > 1e-2
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_replay_holds_in_any_order_and_for_any_part_of_the_batch(combination: str):
-    for rows in ([2, 0, 3, 1], [3], [1, 1, 0]):
-        assert gap(sampled(combination).rows(torch.tensor(rows))) < TOLERANCE
-
-
 def recomputed(rollout: Rollout, model: PreTrainedModel, combination: str, n_more: int = 0) -> Rollout:
     """The rollout with the sets that a learner would choose itself; `n_more` ranks larger ones."""
     with torch.no_grad():

@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM, PhimoeConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from lit_rlkv import prepare_backbone, replay_logps
-from lit_rlkv.experience.sample import joined, widened
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import hydra, preparation
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.packing import packed
 from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout import decoder, generate
 from lit_rlkv.types import OWN_CHOICE, Rollout
@@ -156,39 +154,6 @@ def test_rows_that_are_reused_or_renumbered_keep_their_own_experts(spec, tempera
     else:
         assert gap(model, few) < 1e-4
         assert gap(model, shifted(few)) > 1e-2
-
-
-def test_packed_padded_and_widened_rows_are_the_same():
-    model, rollout = updated("mixtral"), rolled_out("mixtral")
-    with torch.no_grad():
-        expected = replay_logps(model, rollout)
-    rows = torch.tensor([7, 2, 5])
-    part = packed(rollout, rollout.attention_mask, rows)
-    with torch.no_grad():
-        found = replay_logps(model, part)
-    assert float((found[part.response_mask] - expected[rows][rollout.response_mask[rows]]).abs().max()) < 1e-5
-    wide = widened(rollout, rollout.input_ids.shape[1] + 3, PAD)
-    assert wide.record.expert_ids is not None
-    assert (wide.record.expert_ids[..., -3:] == OWN_CHOICE).all()
-    both = joined([rollout, wide.rows(slice(0, 2))], wide.input_ids.shape[1], PAD)
-    with torch.no_grad():
-        again = replay_logps(model, both)
-    assert float((again[:8, :-3] - expected).abs().max()) < 1e-5
-    assert float((again[8:, :-3] - expected[:2]).abs().max()) < 1e-5
-
-
-def test_rows_share_a_prompt_only_with_the_same_experts():
-    model, rollout = updated("mixtral"), rolled_out("mixtral")
-    assert rollout.record.expert_ids is not None
-    ids = rollout.record.expert_ids.clone()
-    ids[1, :, :, 3] = (ids[1, :, :, 3] + 1) % 8  # rows 0 and 1 have the same prompt
-    other = rollout.with_record(expert_ids=ids)
-    with torch.no_grad():
-        together, before = replay_logps(model, other), replay_logps(model, rollout)
-        alone = replay_logps(model, other.rows(slice(1, 2)))
-    assert float((together[1] - alone[0]).abs().max()) < 1e-5
-    assert float((together[0] - before[0]).abs().max()) < 1e-5
-    assert float((together[1] - before[1]).abs().max()) > 1e-3
 
 
 ATTENTION_LORA = replace(LORA, target_modules=["q_proj", "v_proj"])
