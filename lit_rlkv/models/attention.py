@@ -1,7 +1,7 @@
 """The attention function registered with transformers: slot cache, replay of evictions, or plain SDPA."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast
 
@@ -84,6 +84,8 @@ class Replay:
 
 NOT_REPLAYED = ("position_bias", "head_mask")
 """Attention arguments that change the softmax in some models; they are not supported."""
+RECORD_NAMES = ("record", "rounding", *(part.name for part in fields(Record)))
+"""Arguments of a model's forward that would be ignored: it takes a `Replay`."""
 
 
 def attention_forward(
@@ -109,8 +111,15 @@ def attention_forward(
         s_aux: attention sink: a logit of each head in the softmax, without a value.
 
     Raises:
-        ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
+        ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache, or was
+            called with one of `RECORD_NAMES`.
     """
+    for name in RECORD_NAMES:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"a model's forward takes no {name!r} and would attend to all keys without it; pass "
+                "replay=Replay(record) of lit_rlkv.models.attention, or replay a rollout by replay_logps"
+            )
     if slot_cache is None and replay is None:
         if softcap is not None or s_aux is not None:
             return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None

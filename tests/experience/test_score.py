@@ -144,7 +144,7 @@ def shapes_of_forwards(layout: str, views: dict[str, bool], **options) -> list[t
     handles = [
         roles.named_backbone(name).base_model.register_forward_pre_hook(
             # of the table, because the tokens may be a flat sequence
-            lambda module, args, kwargs: shapes.append((*kwargs["evicted_at"].shape[::3],)),
+            lambda module, args, kwargs: shapes.append((*kwargs["replay"].record.evicted_at.shape[::3],)),
             with_kwargs=True,
         )
         for name in roles.backbones
