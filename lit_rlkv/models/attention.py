@@ -85,7 +85,7 @@ class Replay:
 NOT_REPLAYED = ("position_bias", "head_mask")
 """Attention arguments that change the softmax in some models; they are not supported."""
 RECORD_NAMES = ("record", "rounding", *(part.name for part in fields(Record)))
-"""Arguments of a model's forward that would be ignored: it takes a `Replay`."""
+"""Arguments of a model's forward that would be ignored: its attention reads a `Replay`."""
 
 
 def attention_forward(
@@ -117,8 +117,8 @@ def attention_forward(
     for name in RECORD_NAMES:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"a model's forward takes no {name!r} and would attend to all keys without it; pass "
-                "replay=Replay(record) of lit_rlkv.models.attention, or replay a rollout by replay_logps"
+                f"a model's forward takes no {name!r} and would attend to all keys without it; replay a "
+                "rollout by replay_logps, or a record by lit_rlkv.models.backbone.hidden_states"
             )
     if slot_cache is None and replay is None:
         if softcap is not None or s_aux is not None:

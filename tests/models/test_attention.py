@@ -47,7 +47,7 @@ def test_a_record_that_a_call_would_ignore_is_refused(family: str, name: str):
     input_ids, _ = ragged_prompts()
     record = Record(torch.arange(1, input_ids.shape[1] + 1).int().expand(len(input_ids), 1, 1, -1))
     model = prepare_backbone(build(tiny_config(family)))
-    with pytest.raises(ValueError, match=rf"takes no '{name}' .* pass replay=Replay\(record\)"):
+    with pytest.raises(ValueError, match=rf"takes no '{name}' .* a record by .*hidden_states"):
         model(input_ids, **{name: record.evicted_at})
     replayed = model(input_ids, replay=Replay(record), use_cache=False).logits
     assert not torch.allclose(replayed, model(input_ids).logits, atol=1e-2)
