@@ -12,7 +12,7 @@ TOY = Setting("tiny", "h2o", batch=2, new=32, rounds=1, device=torch.device("cpu
 
 
 def test_the_gap_is_rounding_and_a_dense_learners_is_not():
-    row = replay_gap.measure(TOY, 16, "auto")
+    row = replay_gap.measure(TOY, TOY.cache(16), "auto")
     assert row["n_tokens"] == 2 * 32
     assert 0 <= row["gap"]["mean"] <= row["gap"]["p99"] <= row["gap"]["max"] < 1e-4
     assert 0 <= row["no_eviction"]["mean"] < 1e-4
@@ -28,7 +28,7 @@ def test_evictions_of_another_column_show_in_the_gap(monkeypatch: pytest.MonkeyP
 
     # Not of another layer: attention of random weights is so even that h2o evicts the same keys in all.
     monkeypatch.setattr(Setting, "roll_out", wrong)
-    assert replay_gap.measure(TOY, 16, "auto")["gap"]["max"] > 1e-3
+    assert replay_gap.measure(TOY, TOY.cache(16), "auto")["gap"]["max"] > 1e-3
 
 
 def test_a_pretrained_model_is_measured_once_on_text(tmp_path: Path, monkeypatch, capsys):
@@ -43,4 +43,4 @@ def test_a_pretrained_model_is_measured_once_on_text(tmp_path: Path, monkeypatch
     (row,) = record.rows("replay_gap")
     assert (row["model"], row["dtype"]) == ("small", "float32")
     assert row["gap"]["max"] < 1e-4
-    assert "small, bfloat16: no time left" in capsys.readouterr().out
+    assert "small, bfloat16, h2o: no time left" in capsys.readouterr().out
