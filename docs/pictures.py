@@ -173,7 +173,7 @@ def turns(model: PreTrainedModel) -> Figure:
     decoder.feed([0], given, torch.ones_like(given, dtype=torch.bool))
     for _ in range(n_turn - 1):
         decoder.step()
-    evicted_at = decoder.read_rows([0]).evicted_at[0, 0, 0, :-1]
+    evicted_at = decoder.read_rows([0]).parts["evicted_at"][0, 0, 0, :-1]
     is_causal, is_seen = mask_of(evicted_at)
     figure = Figure(figsize=(7.6, 4.3), layout="constrained")
     lives, counts = figure.subplots(1, 2, width_ratios=(1.1, 1))
