@@ -73,9 +73,18 @@ class TensorBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        sizes: list[int] = []
-        self.map_tensors(lambda value: sizes.append(value.nbytes))
-        return sum(sizes)
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, also those in mappings and nested batches."""
+        found: list[Tensor] = []
+
+        def keep(value: Tensor) -> Tensor:
+            found.append(value)
+            return value
+
+        self.map_tensors(keep)
+        return found
 
     @classmethod
     def cat(cls: type[_BatchType], batches: Sequence[_BatchType]) -> _BatchType:
@@ -240,9 +249,7 @@ class Record(TensorBatch):
 
     def of_prompts(self, n_prompt: Int[Tensor, " batch"]) -> Iterator[Int[Tensor, "batch *_ seq"]]:
         """Yield what the queries of prompts replay, in tables that are equal for equal prompts."""
-        tables: list[Tensor] = []
-        self.map_tensors(tables.append)
-        for table in tables:
+        for table in self.tensors():
             # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
             last = n_prompt[:, None, None, None].to(table.dtype)
             yield (table.minimum(last) if table is self.evicted_at else table)[..., : int(n_prompt.max())]
