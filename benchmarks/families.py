@@ -9,7 +9,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -211,8 +211,8 @@ def gaps(model: PreTrainedModel) -> tuple[float, float, float | None]:
     def gap(rollout: Rollout, *, shadow: bool) -> float:
         return float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
 
-    chosen = replace(rollout, expert_ids=None)
-    routing_gap = None if rollout.expert_ids is None else gap(rollout, shadow=True)
+    chosen = rollout.with_record(expert_ids=None)
+    routing_gap = None if rollout.record.expert_ids is None else gap(rollout, shadow=True)
     return gap(chosen, shadow=True), gap(chosen, shadow=False), routing_gap
 
 

@@ -9,7 +9,6 @@ sampling masks and experts. The same weights replay all three, all but one, or n
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -63,7 +62,8 @@ def make_model(seed: int, device: str) -> PreTrainedModel:
 def gap_without(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, float]:
     """Return the gap of a learner that replays only these records."""
     left_out = {name: None for name in ("sampling_masks", "expert_ids") if name not in replayed}
-    return gap(replay_logps(model, replace(rollout, **left_out), shadow="evicted_at" in replayed), rollout)
+    left = rollout.with_record(**left_out)
+    return gap(replay_logps(model, left, shadow="evicted_at" in replayed), rollout)
 
 
 def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> d
     return {
         "seed": seed,
         "precision": precision,
-        "bytes_per_token": {name: n_bytes / n_all for name, n_bytes in rollout.record_bytes.items()},
+        "bytes_per_token": {name: n_bytes / n_all for name, n_bytes in rollout.record.part_bytes.items()},
         "gaps": {name: gap_without(model, rollout, replayed) for name, replayed in REPLAYED.items()},
     }
 

@@ -6,7 +6,6 @@ Writes docs/concepts/pictures/*.png, or into FOLDER. It needs no network and no 
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +173,7 @@ def turns(model: PreTrainedModel) -> Figure:
     decoder.feed([0], given, torch.ones_like(given, dtype=torch.bool))
     for _ in range(n_turn - 1):
         decoder.step()
-    evicted_at = decoder.read_rows([0]).evicted_at[0, 0, 0, :-1]
+    evicted_at = decoder.read_rows([0]).parts["evicted_at"][0, 0, 0, :-1]
     is_causal, is_seen = mask_of(evicted_at)
     figure = Figure(figsize=(7.6, 4.3), layout="constrained")
     lives, counts = figure.subplots(1, 2, width_ratios=(1.1, 1))
@@ -230,7 +229,7 @@ def exact_replay(model: PreTrainedModel, rollout: Rollout) -> Figure:
         draw_mask(axes, is_causal.astype(int) + seen, title, "key", "query")
     evicted_at = rollout.evicted_at
     is_evicted = (evicted_at > 0) & (evicted_at < NEVER)
-    late = replace(rollout, evicted_at=torch.where(is_evicted, evicted_at + 1, evicted_at))
+    late = rollout.with_record(evicted_at=torch.where(is_evicted, evicted_at + 1, evicted_at))
     learners = {
         "dense learner": (log_ratio(model, rollout, shadow=False), VERMILLION),
         "evictions one query late": (log_ratio(model, late, shadow=True), PURPLE),
@@ -264,12 +263,12 @@ def recorded_choices(model: PreTrainedModel) -> Figure:
     keys, tokens, experts = figure.subplots(1, 3, width_ratios=(1, 1, 1))
     is_causal, is_seen = mask_of(rollout.evicted_at[0, 0, 0, :n_keys])
     draw_mask(keys, (is_causal.astype(int) + is_seen).T, "keys, one head", "query", "key")
-    counts = rollout.sampling_masks.counts[0, N_PROMPT:].long()
+    counts = rollout.record.sampling_masks.counts[0, N_PROMPT:].long()
     state = np.ones((VOCAB, N_NEW), int)
-    state[rollout.sampling_masks.token_ids, torch.arange(N_NEW).repeat_interleave(counts)] = 2
+    state[rollout.record.sampling_masks.token_ids, torch.arange(N_NEW).repeat_interleave(counts)] = 2
     draw_mask(tokens, state, "tokens, from the vocabulary", "token of the response", "token id")
     state = np.ones((model.config.num_experts, n_keys), int)
-    state[rollout.expert_ids[0, 0, :, :n_keys], np.arange(n_keys)] = 2
+    state[rollout.record.expert_ids[0, 0, :, :n_keys], np.arange(n_keys)] = 2
     draw_mask(experts, state, "experts, one layer", "token read", "expert")
     color_legend(figure, "outside upper left", used_by_the_sampler=BLUE, evicted_or_not_chosen=SAND)
     return figure

@@ -1,6 +1,6 @@
 """Data shared by all packages, as frozen dataclasses; their tensors are never modified."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -14,9 +14,6 @@ NEVER = torch.iinfo(torch.int32).max
 OWN_CHOICE = -1
 """In place of an expert that was recorded: the router chooses for itself."""
 
-RECORD = {"is_record": True}
-"""Metadata of the fields of a `Rollout` that only a replay reads."""
-
 _BatchType = TypeVar("_BatchType", bound="TensorBatch")
 
 
@@ -24,8 +21,8 @@ _BatchType = TypeVar("_BatchType", bound="TensorBatch")
 class TensorBatch:
     """A frozen dataclass whose tensors share their first dimension, the batch."""
 
-    def map_tensors(self: _BatchType, change: Any) -> _BatchType:
-        """Return a copy with `change` applied to every tensor, also in mappings and nested batches."""
+    def map_parts(self: _BatchType, change: Any) -> _BatchType:
+        """Return a copy with `change` applied to every tensor and nested batch, also in mappings."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, Mapping):
@@ -34,15 +31,19 @@ class TensorBatch:
 
         return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
+    def map_tensors(self: _BatchType, change: Any) -> _BatchType:
+        """Return a copy with `change` applied to every tensor, also in mappings and nested batches."""
+        return self.map_parts(
+            lambda one: one.map_tensors(change) if isinstance(one, TensorBatch) else change(one)
+        )
+
     def to(self: _BatchType, device: torch.device | str) -> _BatchType:
         """Return the batch on a device. Lightning moves batches by this method."""
         return self.map_tensors(lambda value: value.to(device))
 
     def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
         """Return a batch with the chosen rows of every tensor; scalars stay the same."""
-        return self.map_tensors(
-            lambda value: value.rows(index) if isinstance(value, TensorBatch) else value[index]
-        )
+        return self.map_parts(lambda one: one.rows(index) if isinstance(one, TensorBatch) else one[index])
 
     def select(self: _BatchType, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> _BatchType:
         """Return the chosen rows with new columns: column i of row r is the old column `columns[r, i]`.
@@ -57,15 +58,33 @@ class TensorBatch:
             index = columns.view(len(columns), *[1] * (value.ndim - 2), -1)
             return value.gather(-1, index.expand(*value.shape[:-1], -1))
 
-        return self.map_tensors(selected)
+        return self.map_parts(selected)
 
-    def padded(self: _BatchType, n_columns: int) -> _BatchType:
-        """Return the batch with so many more columns of zeros at the end of every tensor."""
-        return self.map_tensors(
-            lambda value: (
-                value.padded(n_columns) if isinstance(value, TensorBatch) else F.pad(value, (0, n_columns))
-            )
-        )
+    def padded(self: _BatchType, n_columns: int, n_left: int = 0) -> _BatchType:
+        """Return the batch with so many more columns of zeros at the end and at the front of every tensor."""
+
+        def wide(value: Tensor | TensorBatch) -> Tensor | TensorBatch:
+            if isinstance(value, TensorBatch):
+                return value.padded(n_columns, n_left)
+            return F.pad(value, (n_left, n_columns))
+
+        return self.map_parts(wide)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, also those in mappings and nested batches."""
+        found: list[Tensor] = []
+
+        def keep(value: Tensor) -> Tensor:
+            found.append(value)
+            return value
+
+        self.map_tensors(keep)
+        return found
 
     @classmethod
     def cat(cls: type[_BatchType], batches: Sequence[_BatchType]) -> _BatchType:
@@ -155,13 +174,122 @@ class SamplingMasks(TensorBatch):
         chosen = self.rows(rows)
         return replace(chosen, counts=chosen.counts.gather(1, columns))
 
-    def padded(self, n_columns: int) -> "SamplingMasks":
-        return replace(self, counts=F.pad(self.counts, (0, n_columns)))
+    def padded(self, n_columns: int, n_left: int = 0) -> "SamplingMasks":
+        return replace(self, counts=F.pad(self.counts, (n_left, n_columns)))
+
+
+@dataclass(frozen=True)
+class Codes(TensorBatch):
+    """What fixes the codes of a quantized cache: `record_of` the codes of each key, then of its value."""
+
+    dtype: str
+    """`CacheSpec.dtype` of the sampler's cache."""
+    record: UInt8[Tensor, "batch layer kv_head byte seq"]
+
+
+@dataclass(frozen=True)
+class Record(TensorBatch):
+    """What the sampler saw and chose beside its tokens, as a learner replays it.
+
+    The last dimension of every tensor is the columns of the tokens. A part that is None was not recorded.
+    """
+
+    evicted_at: Int[Tensor, "batch layer kv_head seq"]
+    """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
+    sampling_masks: SamplingMasks | None = None
+    """The token ids that each response token was chosen from; None: the whole vocabulary."""
+    codes: Codes | None = None
+    """The codes of a quantized cache, whose rounding the replay repeats."""
+    expert_ids: Int[Tensor, "batch router expert seq"] | None = None
+    """Experts that the sampler's routers chose for each token, in the order in which the routers run;
+    `OWN_CHOICE` on padding and on a row's last token, which no forward read."""
+
+    @classmethod
+    def dense(cls, attention_mask: Bool[Tensor, "batch seq"]) -> "Record":
+        """Return the record of a dense cache: each key is seen up to the end of its row."""
+        return cls(torch.where(attention_mask, _row_ends(attention_mask), 0).int()[:, None, None])
+
+    @classmethod
+    def stacked(cls, views: Sequence["Record"]) -> "Record":
+        """Return views of the same rows, one after another; one that lacks a part gets one of no effect."""
+        shape = max((view.evicted_at.shape for view in views), key=torch.Size.numel)
+        chosen = next((view.expert_ids for view in views if view.expert_ids is not None), None)
+        own = None if chosen is None else torch.full_like(chosen, OWN_CHOICE)
+        return cls.cat(
+            [
+                replace(
+                    view,
+                    evicted_at=view.evicted_at.expand(shape),
+                    expert_ids=own if view.expert_ids is None else view.expert_ids,
+                )
+                for view in views
+            ]
+        )
+
+    def view(
+        self, attention_mask: Bool[Tensor, "batch seq"], *, shadow: bool, routing: bool = True
+    ) -> "Record":
+        """Return what a learner's forward replays: the sampler's keys and codes, or all keys as they are.
+
+        Keys of padding are never seen, and none after the end of its row. The tokens that the sampler chose
+        from are not part of it, because the head reads them.
+
+        Args:
+            routing: False lets the routers choose for themselves.
+        """
+        experts = self.expert_ids if routing else None
+        if not shadow:
+            return replace(self.dense(attention_mask), expert_ids=experts)
+        if self.evicted_at.shape[1] == 0:
+            raise ValueError(
+                "the rollout has lost its record of evictions (Rollout.without_records), and cannot be "
+                "replayed without it; keep the rollout as generate returns it"
+            )
+        seen = torch.minimum(self.evicted_at, _row_ends(attention_mask)[:, None, None].int())
+        seen = seen.masked_fill(~attention_mask[:, None, None], 0)
+        return Record(seen, codes=self.codes, expert_ids=experts)
+
+    def until(self, column: int) -> "Record":
+        """Return a view of the columns before this one."""
+        return self.map_tensors(lambda value: value[..., :column])
+
+    def of_prompts(self, n_prompt: Int[Tensor, " batch"]) -> Iterator[Int[Tensor, "batch *_ seq"]]:
+        """Yield what the queries of prompts replay, in tables that are equal for equal prompts."""
+        for table in self.tensors():
+            # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
+            last = n_prompt[:, None, None, None].to(table.dtype)
+            yield (table.minimum(last) if table is self.evicted_at else table)[..., : int(n_prompt.max())]
+
+    def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Record":
+        """Return rows with new columns, which must be consecutive; eviction times move along."""
+        chosen = super().select(rows, columns)
+        starts = columns[:, :1, None, None].to(chosen.evicted_at.dtype)
+        moved = (chosen.evicted_at - starts).clamp(min=0)
+        return replace(chosen, evicted_at=torch.where(chosen.evicted_at == NEVER, chosen.evicted_at, moved))
+
+    def padded(self, n_columns: int, n_left: int = 0) -> "Record":
+        """Return the record with columns of padding around it; eviction times move along."""
+        wide, experts = super().padded(n_columns, n_left), self.expert_ids
+        if experts is not None:
+            experts = F.pad(experts, (n_left, n_columns), value=OWN_CHOICE)
+        is_time = (wide.evicted_at > 0) & (wide.evicted_at != NEVER)
+        return replace(wide, evicted_at=wide.evicted_at + n_left * is_time.int(), expert_ids=experts)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.counts.nbytes + self.token_ids.nbytes
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes of each part."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: part.nbytes for name, part in parts.items() if part is not None}
+
+    def emptied(self) -> "Record":
+        """Return a record of the same rows that holds nothing."""
+        return Record(self.evicted_at[:, :0, :0])
+
+
+def _row_ends(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1"]:
+    """Return the column after the last token of each row; queries from there on need no key."""
+    column = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return (column * attention_mask).amax(dim=1, keepdim=True) + 1
 
 
 @dataclass(frozen=True)
@@ -179,23 +307,11 @@ class Rollout(TensorBatch):
     """True on sampled tokens, up to and including the end-of-sequence token."""
     rollout_logps: Float[Tensor, "batch seq"]
     """Log-prob of each sampled token under the distribution it was sampled from; 0 elsewhere."""
-    evicted_at: Int[Tensor, "batch layer kv_head seq"] = field(metadata=RECORD)
-    """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
+    record: Record
     kv_bytes: int
     """Bytes of keys and values that the cache allocated for the whole batch."""
-    sampling_masks: SamplingMasks | None = field(default=None, metadata=RECORD)
-    """The token ids that each response token was chosen from; None: the whole vocabulary."""
-    rounding_record: UInt8[Tensor, "batch layer kv_head byte seq"] | None = field(
-        default=None, metadata=RECORD
-    )
-    """With `cache_dtype`: `record_of` the codes of each key, then of its value."""
-    expert_ids: Int[Tensor, "batch router expert seq"] | None = field(default=None, metadata=RECORD)
-    """Experts that the sampler's routers chose for each token, in the order in which the routers run;
-    `OWN_CHOICE` on padding and on a row's last token, which no forward read. None: not recorded."""
     temperature: float = 1.0
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
-    cache_dtype: str | None = None
-    """`CacheSpec.dtype` of the sampler's cache, whose rounding the replay repeats; None: it has none."""
 
     def __post_init__(self) -> None:
         for name in ("attention_mask", "response_mask"):
@@ -205,29 +321,18 @@ class Rollout(TensorBatch):
                     raise ValueError(f"{name} must be True or 1 on tokens and False or 0 elsewhere")
                 object.__setattr__(self, name, mask.bool())
 
-    def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Rollout":
-        """Return rows with new columns, which must be consecutive; eviction times move along."""
-        chosen = super().select(rows, columns)
-        starts = columns[:, :1, None, None].to(chosen.evicted_at.dtype)
-        moved = (chosen.evicted_at - starts).clamp(min=0)
-        return replace(chosen, evicted_at=torch.where(chosen.evicted_at == NEVER, chosen.evicted_at, moved))
-
-    def padded(self, n_columns: int) -> "Rollout":
-        wide = super().padded(n_columns)
-        if self.expert_ids is None:
-            return wide
-        return replace(wide, expert_ids=F.pad(self.expert_ids, (0, n_columns), value=OWN_CHOICE))
-
     @property
-    def record_bytes(self) -> dict[str, int]:
-        """Bytes of each record that a replay reads."""
-        records = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata == RECORD}
-        return {name: record.nbytes for name, record in records.items() if record is not None}
+    def evicted_at(self) -> Int[Tensor, "batch layer kv_head seq"]:
+        """First query column that no longer sees each key; NEVER if it was not evicted, 0 on padding."""
+        return self.record.evicted_at
+
+    def with_record(self, **parts: Any) -> "Rollout":
+        """Return the rollout with other parts of its record, as `dataclasses.replace` of a `Record`."""
+        return replace(self, record=replace(self.record, **parts))
 
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
-        nothing: dict[str, Any] = dict.fromkeys(self.record_bytes)
-        return replace(self, **nothing | {"evicted_at": self.evicted_at[:, :0, :0]})
+        return replace(self, record=self.record.emptied())
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.attention import Replay
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.presets import tiny_qwen3
@@ -31,7 +32,7 @@ from lit_rlkv.objectives.corrections import Correction, masked, sparse_rl, trunc
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.trainer import train
-from lit_rlkv.types import Rollout, TrainBatch
+from lit_rlkv.types import Record, Rollout, TrainBatch
 
 SPEC = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
 REPLAY = Correction(samples_dense=False, replays=True, weight_fn=unweighted, bypass_mode=True)
@@ -136,7 +137,13 @@ def one_row(evicted_at, n_pad: int = 1, n_prompt: int = 2) -> Rollout:
     attention_mask = torch.arange(seq)[None] >= n_pad
     response_mask = torch.arange(seq)[None] >= n_pad + n_prompt
     table = table.masked_fill(~attention_mask[:, None, None], 0)
-    return Rollout(torch.zeros(1, seq).long(), attention_mask, response_mask, torch.zeros(1, seq), table, 0)
+    tokens, logps = torch.zeros(1, seq).long(), torch.zeros(1, seq)
+    return Rollout(tokens, attention_mask, response_mask, logps, Record(table), 0)
+
+
+def replayed(rollout: Rollout, *, shadow: bool = True) -> Record:
+    """Return what a learner replays of a rollout."""
+    return rollout.record.view(rollout.attention_mask, shadow=shadow)
 
 
 def with_rewards(experience: Experience, total: list[float]) -> Experience:
@@ -150,7 +157,7 @@ TRUNCATED = {"top_k": 12, "top_p": 0.9}
 
 def over_sets(logits: Tensor, rollout: Rollout) -> Tensor:
     """Return logits [response token, vocab] with -inf for what the sampler did not choose from."""
-    masks = rollout.sampling_masks
+    masks = rollout.record.sampling_masks
     if masks is None:
         return logits
     counts = masks.counts[rollout.response_mask].tolist()
@@ -161,14 +168,14 @@ def over_sets(logits: Tensor, rollout: Rollout) -> Tensor:
     return logits.masked_fill(~is_kept, -torch.inf)
 
 
-def plain_logits(backbone: PreTrainedModel, rollout: Rollout, evicted_at: Tensor) -> Tensor:
+def plain_logits(backbone: PreTrainedModel, rollout: Rollout, record: Record) -> Tensor:
     """Return logits [response token, vocab] by one plain forward, -inf for what was not sampled from."""
     positions = (rollout.attention_mask.long().cumsum(1) - 1).clamp(min=0)
     logits = backbone(
         input_ids=rollout.input_ids,
         position_ids=positions,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-        evicted_at=evicted_at,
+        replay=Replay(record),
         use_cache=False,
     ).logits
     return over_sets(logits[:, :-1][rollout.response_mask[:, 1:]], rollout)

@@ -3,17 +3,18 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lit_rlkv.config import ConfigError
 from lit_rlkv.experience.memory_needs import rollout_needs
-from lit_rlkv.models import replay
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone, make_policy
+from lit_rlkv.types import Record
 from tests.models_zoo import MOE_FAMILIES
 from tests.saved_models import save_checkpoint
 from tests.test_model_families import rolled_out
@@ -77,10 +78,13 @@ def test_experts_and_sampling_masks_are_replayed_together(tmp_path, monkeypatch)
     assert 0 < row["kv/replay_gap"] < 1e-4
     assert min(row[f"kv/recorded_bytes/{name}"] for name in ("expert_ids", "sampling_masks")) > 0
 
-    def of_the_token_before(rollout):
-        return rollout.expert_ids[..., :-1].roll(1, dims=-1)
+    view = Record.view
 
-    monkeypatch.setattr(replay, "query_experts", of_the_token_before)
+    def of_the_token_before(*arguments, **options):
+        found = view(*arguments, **options)
+        return replace(found, expert_ids=found.expert_ids.roll(1, dims=-1))
+
+    monkeypatch.setattr(Record, "view", of_the_token_before)
     (wrong,) = metrics_of(tmp_path, "wrong", checkpoint, *options)
     assert wrong["kv/replay_gap"] > 1e-2
 
@@ -168,4 +172,4 @@ def test_the_bytes_of_the_record_are_a_need_of_a_rollout(tmp_path):
         )
         assert len(routers_of(backbone)) == 3
     # the decoder's buffer, and the rollout
-    assert needs["record of experts"] == 2 * rollout.expert_ids.nbytes
+    assert needs["record of experts"] == 2 * rollout.record.expert_ids.nbytes

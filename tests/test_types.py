@@ -1,13 +1,16 @@
-"""Batches with ragged records: rows, columns and sizes, against lists of lists."""
+"""Every operation on a batch, for every part of it, against lists of lists; ragged records among them."""
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lit_rlkv.types import NEVER, RECORD, Rollout, SamplingMasks
+from lit_rlkv.models.flat_tokens import FlatTokens
+from lit_rlkv.types import NEVER, OWN_CHOICE, Codes, Record, Rollout, SamplingMasks
 
 SETS = [
     [[], [], [3, 1], [4], []],
@@ -15,6 +18,21 @@ SETS = [
     [[], [], [], [6], [1, 2]],
 ]
 """Ids of each column of each row; prompts and padding have none."""
+TIMES = [
+    [[3, 4, NEVER, NEVER, 0], [NEVER, 3, 5, NEVER, NEVER]],
+    [[2, NEVER, NEVER, 0, 0], [NEVER, 2, 4, 0, 0]],
+    [[0, NEVER, 4, NEVER, NEVER], [0, 0, NEVER, 5, NEVER]],
+]
+"""Evictions of each layer of each row, some of them of padding and some after the end of the row."""
+MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]).bool()
+ENDS = [4, 3, 5]
+
+
+@dataclass(frozen=True)
+class WithOneMore(Record):
+    """A record with a part that no operation knows by name."""
+
+    one_more: Int[Tensor, "batch thing seq"] | None = None
 
 
 def masks_of(sets: list[list[list[int]]]) -> SamplingMasks:
@@ -32,119 +50,237 @@ def sets_of(masks: SamplingMasks) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("index", [[2, 0], [1, 1, 0], [], [2]], ids=str)
-def test_rows_take_their_ids_along(index: list[int]):
-    rows = masks_of(SETS).rows(torch.tensor(index, dtype=torch.long))
-    assert sets_of(rows) == [SETS[row] for row in index]
+def make_record(**changes: Any) -> WithOneMore:
+    values = {
+        "evicted_at": torch.tensor(TIMES, dtype=torch.int32)[:, :, None],
+        "sampling_masks": masks_of(SETS),
+        "codes": Codes("int8", torch.arange(120, dtype=torch.uint8).view(3, 2, 1, 4, 5)),
+        "expert_ids": torch.arange(60, dtype=torch.int8).view(3, 2, 2, 5),
+        "one_more": torch.arange(30).view(3, 2, 5),
+    }
+    return WithOneMore(**values | changes)
 
 
-def test_a_slice_of_rows_takes_its_ids_along():
-    assert sets_of(masks_of(SETS).rows(slice(1, 3))) == SETS[1:]
+def make_rollout(**changes: Any) -> Rollout:
+    return Rollout(
+        input_ids=torch.arange(15).view(3, 5),
+        attention_mask=MASK,
+        response_mask=masks_of(SETS).counts > 0,
+        rollout_logps=torch.arange(15.0).view(3, 5),
+        record=make_record(**changes),
+        kv_bytes=7,
+        temperature=0.7,
+    )
 
 
-def test_ids_of_another_row_are_noticed():
+Rows = list[list[Any]]
+"""The values of each column of each row."""
+
+
+def parts_of(batch: Rollout | Record) -> dict[str, Rows]:
+    """Return all parts of a batch but those that are None or one number, by name."""
+    found: dict[str, Rows] = {}
+    for name, part in ((one.name, getattr(batch, one.name)) for one in fields(batch)):
+        if isinstance(part, Record):
+            found |= parts_of(part)
+        elif isinstance(part, SamplingMasks):
+            found[name] = sets_of(part)
+        elif isinstance(part, Codes | Tensor):
+            found[name] = (part.record if isinstance(part, Codes) else part).movedim(-1, 1).tolist()
+    return found
+
+
+def each(change: Callable[[Any], Any], cell: Any) -> Any:
+    """Change every number of a cell, which may be lists of lists."""
+    return [each(change, part) for part in cell] if isinstance(cell, list) else change(cell)
+
+
+def later(cell: Any, n_columns: int) -> Any:
+    """Move the evictions of a cell; columns before the first one are all 0."""
+    return each(lambda time: time if time in (0, NEVER) else max(time + n_columns, 0), cell)
+
+
+def padding(name: str, cell: Any) -> Any:
+    if name == "sampling_masks":
+        return []
+    return each(lambda _: OWN_CHOICE if name == "expert_ids" else 0, cell)
+
+
+PICKED = [2, 0, 2]
+COLUMNS = [[2, 3, 4, 0], [1, 2, 3, 4], [2, 3, 4, 0]]
+"""New columns of these rows: they begin at their first token or after it, and wrap around at the end."""
+
+
+def in_new_columns(name: str, rows: Rows) -> Rows:
+    return [
+        [later(rows[row][c], -columns[0]) if name == "evicted_at" else rows[row][c] for c in columns]
+        for row, columns in zip(PICKED, COLUMNS, strict=True)
+    ]
+
+
+def padded(name: str, rows: Rows) -> Rows:
+    n_left, n_right = 2, 1
+    found = [[later(cell, n_left) if name == "evicted_at" else cell for cell in row] for row in rows]
+    empty = padding(name, rows[0][0])
+    return [[*[empty] * n_left, *row, *[empty] * n_right] for row in found]
+
+
+Operation = tuple[Callable[[Any], Any], Callable[[str, Rows], Rows]]
+"""What is done to a batch, and what becomes of a part of it."""
+OPERATIONS: dict[str, Operation] = {
+    "rows": (lambda b: b.rows(torch.tensor(PICKED)), lambda _, rows: [rows[row] for row in PICKED]),
+    "rows of a slice": (lambda b: b.rows(slice(1, 3)), lambda _, rows: rows[1:]),
+    "no rows": (lambda b: b.rows(torch.tensor([], dtype=torch.long)), lambda *_: []),
+    "select": (lambda b: b.select(torch.tensor(PICKED), torch.tensor(COLUMNS)), in_new_columns),
+    "padded": (lambda b: b.padded(1, 2), padded),
+    "cat": (
+        lambda b: b.cat([b, b.rows(torch.tensor(PICKED))]),
+        lambda _, rows: rows + [rows[row] for row in PICKED],
+    ),
+    "stacked": (
+        lambda b: replace(b.cat([b, b]), record=WithOneMore.stacked([b.record, b.record])),
+        lambda _, rows: rows + rows,
+    ),
+    "another device": (lambda b: b.to("cpu"), lambda _, rows: rows),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_operation_forgets_a_part_of_a_rollout(operation: str):
+    rollout = make_rollout()
+    parts = parts_of(rollout)
+    settings = {"record", "kv_bytes", "temperature"}
+    assert parts.keys() == {one.name for kind in (Rollout, WithOneMore) for one in fields(kind)} - settings
+    change, expected = OPERATIONS[operation]
+    result = change(rollout)
+    assert parts_of(result) == {name: expected(name, rows) for name, rows in parts.items()}
+    assert (result.kv_bytes, result.temperature, result.record.codes.dtype) == (7, 0.7, "int8")
+
+
+def test_rows_and_columns_of_every_part_are_told_apart():
+    for name, rows in parts_of(make_rollout()).items():
+        assert rows[1:] + rows[:1] != rows, name
+        assert [row[1:] + row[:1] for row in rows] != rows, name
     wrong = SamplingMasks(masks_of(SETS).counts[1:2], masks_of(SETS).token_ids[:4])
     assert sets_of(wrong) != SETS[1:2]
 
 
-def test_columns_move_without_the_ids():
-    # Rows start at columns 1, 0 and 2, and wrap around at the end.
-    columns = torch.tensor([[1, 2, 3, 4], [0, 1, 2, 3], [2, 3, 4, 0]])
-    moved = masks_of(SETS).select(torch.arange(3), columns)
-    assert sets_of(moved) == [
-        [SETS[row][column] for column in picked] for row, picked in enumerate(columns.tolist())
-    ]
+def test_all_tensors_go_to_another_device():
+    tensors = make_rollout().to("meta").tensors()
+    assert [tensor.device.type for tensor in tensors] == ["meta"] * 10  # two of them of the sampling masks
 
 
-def test_batches_are_padded_and_joined():
-    first, second = masks_of(SETS), masks_of([row[:4] for row in SETS[:2]])
-    joined = SamplingMasks.cat([first, second.padded(1)])
-    assert sets_of(joined) == [*SETS, *([*row[:4], []] for row in SETS[:2])]
-
-
-def make_rollout(**changes: object) -> Rollout:
-    values: dict[str, object] = {
-        "input_ids": torch.arange(15).view(3, 5),
-        "attention_mask": torch.ones(3, 5, dtype=torch.bool),
-        "response_mask": masks_of(SETS).counts > 0,
-        "rollout_logps": torch.zeros(3, 5),
-        "evicted_at": torch.full((3, 2, 1, 5), NEVER, dtype=torch.int32),
-        "kv_bytes": 7,
-        "temperature": 0.7,
-        "sampling_masks": masks_of(SETS),
-        "expert_ids": torch.arange(60, dtype=torch.int8).view(3, 2, 2, 5),
-    }
-    return Rollout(**(values | changes))  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["sampling_masks", "codes", "expert_ids", "one_more"])
+def test_a_part_that_only_some_batches_have_is_not_lost_silently(name: str):
+    both = [make_rollout(), make_rollout(**{name: None})]
+    for batches in (both, both[::-1]):
+        with pytest.raises(AssertionError, match="only some batches have"):
+            Rollout.cat(batches)
 
 
 def test_the_bytes_of_records_are_counted():
-    # 3 · 2 · 1 · 5 eviction times and 15 counts with 10 ids, of 4 bytes each; 3 · 2 · 2 · 5 experts of 1 byte
-    sizes = {"evicted_at": 120, "sampling_masks": 100, "expert_ids": 60}
-    assert make_rollout().record_bytes == sizes
-    assert make_rollout(sampling_masks=None, expert_ids=None).record_bytes == {"evicted_at": 120}
-    assert make_rollout().without_records().record_bytes == {"evicted_at": 0}
+    # 3 · 2 · 1 · 5 eviction times and 15 counts with 10 ids, of 4 bytes each; 3 · 2 · 1 · 4 · 5 bytes of
+    # codes; 3 · 2 · 2 · 5 experts of 1 byte; 3 · 2 · 5 numbers of 8 bytes
+    sizes = {"evicted_at": 120, "sampling_masks": 100, "codes": 120, "expert_ids": 60, "one_more": 240}
+    assert make_record().part_bytes == sizes
+    assert Record(make_record().evicted_at).part_bytes == {"evicted_at": 120}
 
 
-@dataclass(frozen=True)
-class WithOneMore(Rollout):
-    """A rollout with a record that no operation knows by name."""
+def test_a_rollout_without_records_keeps_none_of_them():
+    emptied = make_rollout().without_records()
+    assert emptied.record.part_bytes == {"evicted_at": 0}
+    rows = emptied.rows(torch.tensor(PICKED))
+    assert len(Rollout.cat([rows, emptied]).evicted_at) == len(rows.input_ids) + 3
 
-    one_more: Int[Tensor, "batch thing seq"] | None = field(default=None, metadata=RECORD)
+
+def as_seen(times: Rows) -> Rows:
+    """Return evictions as a learner replays them: none after the end of its row, and 0 on padding."""
+    return [
+        [
+            each(lambda time, end=end: min(time, end), cell) if is_token else padding("", cell)
+            for cell, is_token in zip(row, mask, strict=True)
+        ]
+        for row, mask, end in zip(times, MASK.tolist(), ENDS, strict=True)
+    ]
 
 
-def parts_of(rollout: Rollout) -> dict[str, Tensor]:
-    """The tensors of a rollout by name, with ragged ones as a table."""
-    found = {one.name: getattr(rollout, one.name) for one in fields(rollout)}
-    masks = found.pop("sampling_masks")
-    table = torch.full((*masks.counts.shape, 3), -1)
-    table[torch.arange(3) < masks.counts[..., None]] = masks.token_ids.long()
-    return {"sampling_masks": table.movedim(-1, 1)} | {
-        name: part for name, part in found.items() if isinstance(part, Tensor)
+DENSE = [
+    [[[end if is_token else 0]] for is_token in mask] for mask, end in zip(MASK.tolist(), ENDS, strict=True)
+]
+"""One layer and KV head for all."""
+
+
+@pytest.mark.parametrize("routing", [True, False])
+@pytest.mark.parametrize("shadow", [True, False])
+def test_a_view_has_what_a_forward_replays(shadow: bool, routing: bool):
+    record, parts = make_record(), parts_of(make_record())
+    view = record.view(MASK, shadow=shadow, routing=routing)
+    expected = {"evicted_at": as_seen(parts["evicted_at"]) if shadow else DENSE}
+    expected |= {"codes": parts["codes"]} if shadow else {}
+    expected |= {"expert_ids": parts["expert_ids"]} if routing else {}
+    assert parts_of(view) == expected
+    assert parts_of(view.until(-2)) == {name: [row[:-2] for row in rows] for name, rows in expected.items()}
+    assert parts_of(Record.dense(MASK)) == {"evicted_at": DENSE}
+
+
+def test_views_are_stacked_and_one_without_a_part_gets_one_of_no_effect():
+    record = make_record()
+    experts, times = parts_of(record)["expert_ids"], as_seen(parts_of(record)["evicted_at"])
+    own = each(lambda _: OWN_CHOICE, experts)
+    all_layers = [[cell * 2 for cell in row] for row in DENSE]
+    exact = replace(record, codes=None)
+    views = [
+        exact.view(MASK, shadow=shadow, routing=routing)
+        for shadow, routing in ((True, True), (False, False), (False, True))
+    ]
+    assert parts_of(Record.stacked(views)) == {
+        "evicted_at": times + all_layers + all_layers,
+        "expert_ids": experts + own + experts,
     }
+    rounded = parts_of(Record.stacked([record.view(MASK, shadow=True)] * 2))
+    assert rounded["codes"] == 2 * parts_of(record)["codes"]
+    with pytest.raises(AssertionError, match="only some batches have"):
+        Record.stacked([record.view(MASK, shadow=shadow) for shadow in (True, False)])
 
 
-def test_no_operation_forgets_a_part_of_a_rollout():
-    changes = {
-        "attention_mask": torch.arange(5) >= torch.tensor([[0], [1], [2]]),
-        "rollout_logps": torch.arange(15.0).view(3, 5),
-        "evicted_at": torch.arange(30, dtype=torch.int32).view(3, 2, 1, 5),
-        "cache_dtype": "int8",
-        "rounding_record": torch.arange(120, dtype=torch.uint8).view(3, 2, 1, 4, 5),
+def test_a_flat_sequence_has_all_parts_of_its_tokens_and_evictions_of_the_rows():
+    record = replace(make_record(), sampling_masks=None)
+    cells, nothing = [0, 3, 6, 14], torch.zeros(0, dtype=torch.long)
+    tokens = FlatTokens(
+        cells=torch.tensor(cells),
+        place=torch.zeros(3, 5, dtype=torch.long),
+        members=torch.zeros(0, 3, dtype=torch.bool),
+        n_columns=0,
+        shared=nothing,
+        shared_cells=nothing,
+    )
+    expected = {
+        name: [[rows[cell // 5][cell % 5] for cell in cells]] for name, rows in parts_of(record).items()
     }
-    values = {one.name: getattr(make_rollout(**changes), one.name) for one in fields(Rollout)}
-    rollout = WithOneMore(**values, one_more=torch.arange(30).view(3, 2, 5))  # type: ignore[arg-type]
-    parts, rows = parts_of(rollout), torch.tensor([2, 0])
-    settings = {"kv_bytes", "temperature", "cache_dtype"}
-    assert parts.keys() == {one.name for one in fields(WithOneMore)} - settings
-    optional = {one.name for one in fields(WithOneMore) if one.default is None} - {"cache_dtype"}
-    assert rollout.record_bytes.keys() == optional | {"evicted_at"}
-    assert all(getattr(rollout.without_records(), name) is None for name in optional)
-    columns = torch.arange(5).expand(2, -1)
-    joined = WithOneMore.cat([rollout, rollout.rows(rows)])
-    results = [joined, rollout.padded(2), rollout.select(rows, columns)]
-    both, wide, moved = map(parts_of, results)
-    assert {(result.temperature, result.cache_dtype) for result in results} == {(0.7, "int8")}
-    for name, part in parts.items():
-        assert not torch.equal(part[rows], part[:2]), name
-        assert torch.equal(both[name], torch.cat([part, part[rows]])), name
-        assert torch.equal(moved[name], part[rows]), name
-        assert wide[name].shape == (*part.shape[:-1], 7), name
-        assert torch.equal(wide[name][..., :5], part), name
-    elsewhere = rollout.to("meta")
-    assert elsewhere.sampling_masks is not None
-    assert elsewhere.sampling_masks.token_ids.is_meta
-    assert all(getattr(elsewhere, name).device.type == "meta" for name in parts.keys() - {"sampling_masks"})
+    expected["evicted_at"] = parts_of(record)["evicted_at"]
+    assert parts_of(tokens.of_record(record)) == expected
 
 
-def test_a_part_that_only_some_batches_have_is_not_lost_silently():
-    for first, second in (({}, {"expert_ids": None}), ({"expert_ids": None}, {})):
-        with pytest.raises(AssertionError, match="only some batches have"):
-            Rollout.cat([make_rollout(**first), make_rollout(**second)])
+@pytest.mark.parametrize("name", ["evicted_at", "codes", "expert_ids", "one_more"])
+def test_prompts_are_equal_only_if_every_part_is(name: str):
+    record = replace(make_record(), sampling_masks=None).rows(torch.tensor([0, 0]))
+    n_prompt = torch.tensor([3, 3])
+
+    def is_equal(column: int) -> bool:
+        """True if the prompts are equal with another value in this column of the second row."""
+        changed = record.map_tensors(torch.clone)
+        part = getattr(changed, name)
+        values = part.record if name == "codes" else part
+        values[1, ..., column] = 1
+        return all(torch.equal(table[0], table[1]) for table in changed.of_prompts(n_prompt))
+
+    assert not is_equal(0)
+    assert is_equal(3)
 
 
-def test_a_rollout_is_joined_and_its_rows_are_chosen_with_all_records():
-    rollout = Rollout.cat([make_rollout(), make_rollout().rows(slice(1, 2))])
-    assert rollout.sampling_masks is not None
-    assert sets_of(rollout.sampling_masks) == [*SETS, SETS[1]]
-    assert torch.equal(rollout.input_ids[3], rollout.input_ids[1])
-    assert rollout.kv_bytes == 7
+def test_evictions_after_the_prompt_are_equal_for_it():
+    record = Record(make_record().evicted_at[:2, :1])  # at 3, 4 and never; at 2 and never
+    record.evicted_at[1, 0, 0] = torch.tensor([5, 3, 4, NEVER, 0])
+    for n_prompt, expected in ((3, True), (4, False)):
+        (table,) = record.of_prompts(torch.tensor([n_prompt, n_prompt]))
+        assert torch.equal(table[0], table[1]) == expected

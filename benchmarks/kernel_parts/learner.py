@@ -23,7 +23,7 @@ from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.models.replay import response_logps
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import Record, Rollout
 
 NAME = "learner"
 CHECK_LEN = {"cpu": 96, "cuda": 2048}
@@ -117,7 +117,7 @@ def make_rollout(setting: Setting, shape: Shape, length: int, budget: int) -> Ro
         attention_mask=torch.ones_like(response_mask),
         response_mask=response_mask,
         rollout_logps=torch.zeros(shape.batch, length),
-        evicted_at=simulate_evictions(lead, length, schedule),
+        record=Record(simulate_evictions(lead, length, schedule)),
         kv_bytes=0,
     )
     return rollout.to(setting.device)

@@ -47,10 +47,11 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     streams = [
         dequantise(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
     ]
-    found["record_bytes"], found["kv_bytes"] = rollout.record_bytes, rollout.kv_bytes
-    assert rollout.rounding_record is not None
-    no_scales = torch.zeros_like(rollout.rounding_record)  # so that each vector is rounded by itself
-    for name, learner in {"gap": rollout, "by_itself": replace(rollout, rounding_record=no_scales)}.items():
+    found["record_bytes"], found["kv_bytes"] = rollout.record.part_bytes, rollout.kv_bytes
+    codes = rollout.record.codes
+    assert codes is not None
+    no_scales = replace(codes, record=torch.zeros_like(codes.record))  # so each vector is rounded by itself
+    for name, learner in {"gap": rollout, "by_itself": rollout.with_record(codes=no_scales)}.items():
         numbers: list[Tensor] = []
         with in_place_of(rounded_view, "rounded", _listening(numbers)):
             found[name] = _gap(model, learner)
@@ -59,7 +60,7 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
         found[f"{name}_moved_by_layer"] = [
             round(sum(moved[i : i + 2]) / 2, 7) for i in range(0, n_streams, 2)
         ]
-    return found | {"unrounded": _gap(model, replace(rollout, cache_dtype=None))}
+    return found | {"unrounded": _gap(model, rollout.with_record(codes=None))}
 
 
 @torch.no_grad()

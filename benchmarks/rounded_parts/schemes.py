@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.token_logps.reference import kl_of_logits
 from lit_rlkv.models import rounded_view
 from lit_rlkv.models.backbone import head_logits, hidden_states
-from lit_rlkv.models.rounded_view import RoundedView
-from lit_rlkv.types import NEVER
+from lit_rlkv.types import NEVER, Codes, Record
 
 BITS = (8, 4)
 N_SKIPPED = 16
@@ -53,11 +52,11 @@ def measure(model: PreTrainedModel, text: Tensor, scheme: str, bits: int) -> dic
     )
     positions = torch.arange(text.shape[1]).expand_as(text)
 
-    def logits(rounding: RoundedView | None) -> Tensor:
-        hidden = hidden_states(model, text, positions, evicted_at=evicted_at, rounding=rounding)
+    def logits(codes: Codes | None) -> Tensor:
+        hidden = hidden_states(model, text, positions, record=Record(evicted_at, codes=codes))
         return head_logits(model, hidden[:, N_SKIPPED:])
 
     exact = logits(None)
     with in_place_of(rounded_view, "rounded", SCHEMES[scheme](bits)):
-        rounded = logits(RoundedView("int8", unread))
+        rounded = logits(Codes("int8", unread))
     return {"kl": kl_of_logits(exact, rounded, 1.0).double().mean().item()}

@@ -16,7 +16,6 @@ from lit_rlkv.diagnostics.position_bins import bin_starts
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import dense_evicted_at, query_experts
 from lit_rlkv.types import Rollout
 
 WITHOUT_EVICTIONS = {
@@ -78,8 +77,7 @@ class CacheStatistics(RowsDiagnostic):
                 backbone,
                 rollout.input_ids[:, :-1],
                 token_positions(rollout.attention_mask)[:, :-1],
-                evicted_at=dense_evicted_at(rollout.attention_mask)[..., :-1],
-                expert_ids=query_experts(rollout),
+                record=rollout.record.view(rollout.attention_mask, shadow=False).until(-1),
                 probe=attention,
             )
         kept = attention.stacked("kept")

@@ -1,6 +1,5 @@
 """Callback that distils another frozen model into the policy, on the policy's own responses."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -57,10 +56,8 @@ class ModelDistillation(RLCallback):
         backbone, teacher = module.roles.backbone("policy"), self.teacher
         assert teacher is not None
         vocab_size = text_config(backbone).vocab_size
-        # Routers of another architecture take no experts of the sampler's.
-        rollout = replace(batch.rollout, expert_ids=None)
-        with torch.no_grad():
-            hidden = response_hidden(teacher, rollout, shadow=False)
+        with torch.no_grad():  # routers of another architecture take no experts of the sampler's
+            hidden = response_hidden(teacher, batch.rollout, shadow=False, routing=False)
 
         def teacher_logits(hidden: Float[Tensor, "token dim"]) -> Float[Tensor, "token vocab"]:
             """Return the logits of the policy's vocabulary; the teacher's may end in more padding."""

@@ -116,11 +116,10 @@ class FlopCounter:
     def _on_body(
         self, backbone: PreTrainedModel, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if "evicted_at" not in kwargs or self._tracker.is_bw:
+        if "replay" not in kwargs or self._tracker.is_bw:
             return
-        work = learner_work(
-            kwargs["evicted_at"], text_config(backbone).num_hidden_layers, n_kv_heads(backbone)
-        )
+        table = kwargs["replay"].record.evicted_at
+        work = learner_work(table, text_config(backbone).num_hidden_layers, n_kv_heads(backbone))
         costs = self._costs_now(backbone)
         if costs is not None:
             self._flops.append(costs.forward(work))

@@ -50,7 +50,7 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
 
 def recorded_bytes(experience: Experience) -> dict[str, float]:
     """Return the bytes of each record that replay reads, summed over the ranks."""
-    found = experience.rollout.record_bytes
+    found = experience.rollout.record.part_bytes
     total = experience.ranks.all_reduce_sum(
         torch.tensor(list(found.values()), device=experience.has_eos.device)
     )

@@ -19,10 +19,9 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
-from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.tasks import Task
-from lit_rlkv.types import PreferencePair, Problem, Prompt, TensorBatch
+from lit_rlkv.types import PreferencePair, Problem, Prompt, Record, TensorBatch
 
 
 @dataclass(frozen=True)
@@ -242,6 +241,4 @@ def dense_hidden(backbone: PreTrainedModel, batch: DemonstrationBatch) -> Float[
     """Return the last hidden states under dense causal attention; gradients flow."""
     check_length(backbone, batch.n_tokens)
     positions = token_positions(batch.attention_mask)
-    return hidden_states(
-        backbone, batch.input_ids, positions, evicted_at=dense_evicted_at(batch.attention_mask)
-    )
+    return hidden_states(backbone, batch.input_ids, positions, record=Record.dense(batch.attention_mask))

@@ -1,6 +1,5 @@
 """Distributions of the policy under two views of a rollout: sparse and dense."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -77,12 +76,12 @@ def _with_evictions_of(rollout: Rollout, layers: list[int]) -> Rollout:
     """Return the rollout with the evictions of these layers only."""
     evicted_at = torch.full_like(rollout.evicted_at, NEVER)
     evicted_at[:, layers] = rollout.evicted_at[:, layers]
-    return replace(rollout, evicted_at=evicted_at)
+    return rollout.with_record(evicted_at=evicted_at)
 
 
 def has_equal_views(rollout: Rollout) -> bool:
     """True if no query lost a key and no key was rounded, so that both views of the rollout are the same."""
-    if rollout.cache_dtype is not None:
+    if rollout.record.codes is not None:
         return False
     is_kept = rollout.evicted_at >= rollout.input_ids.shape[1]
     return bool((is_kept | ~rollout.attention_mask[:, None, None]).all())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.group_baselines import is_informative
 from lit_rlkv.experience.sample import widened
-from lit_rlkv.types import NEVER, Rewards, Rollout, SamplingMasks, TensorBatch
+from lit_rlkv.types import Rewards, Rollout
 
 
 def has_equal_groups(experience: Experience) -> bool:
@@ -71,28 +71,11 @@ def _aligned(experience: Experience, n_left: int, n_columns: int, pad_token_id: 
 
     def changed(value: Any) -> Any:
         if isinstance(value, Rollout):
-            return widened(_moved(value, n_left, pad_token_id), n_columns, pad_token_id)
+            return widened(value, n_columns, pad_token_id, n_left)
         is_table = isinstance(value, Tensor) and value.ndim == 2
         return F.pad(value, (n_left, n_right)) if is_table else value
 
     return replace(experience, **{f.name: changed(getattr(experience, f.name)) for f in fields(Experience)})
-
-
-def _moved(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
-    """Return a rollout with so many more columns of padding before its first one."""
-    if n_columns == 0:
-        return rollout
-
-    def moved(value: Tensor | TensorBatch) -> Tensor | TensorBatch:
-        if isinstance(value, SamplingMasks):
-            return replace(value, counts=value.counts.roll(n_columns, -1))
-        assert isinstance(value, Tensor)
-        return value.roll(n_columns, -1)
-
-    wide = rollout.padded(n_columns).map_tensors(moved)
-    wide.input_ids[:, :n_columns] = pad_token_id
-    is_time = (wide.evicted_at > 0) & (wide.evicted_at != NEVER)
-    return replace(wide, evicted_at=torch.where(is_time, wide.evicted_at + n_columns, wide.evicted_at))
 
 
 def _rows_of(both: Sequence[Any], rows: Int[Tensor, " row"]) -> Any:

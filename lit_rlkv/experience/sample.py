@@ -83,10 +83,10 @@ def joined(rollouts: Sequence[Rollout], n_columns: int, pad_token_id: int) -> Ro
     return replace(Rollout.cat(wide), kv_bytes=max(rollout.kv_bytes for rollout in wide))
 
 
-def widened(rollout: Rollout, n_columns: int, pad_token_id: int) -> Rollout:
-    """Pad a rollout on the right to `n_columns`."""
-    n_more = n_columns - rollout.input_ids.shape[1]
-    if n_more == 0:
+def widened(rollout: Rollout, n_columns: int, pad_token_id: int, n_left: int = 0) -> Rollout:
+    """Pad a rollout to `n_columns`: with `n_left` of them on the left, the others on the right."""
+    n_right = n_columns - rollout.input_ids.shape[1] - n_left
+    if n_left == n_right == 0:
         return rollout
-    input_ids = F.pad(rollout.input_ids, (0, n_more), value=pad_token_id)
-    return replace(rollout.padded(n_more), input_ids=input_ids)
+    input_ids = F.pad(rollout.input_ids, (n_left, n_right), value=pad_token_id)
+    return replace(rollout.padded(n_right, n_left), input_ids=input_ids)

@@ -17,17 +17,14 @@ from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packing import TOKENS_PER_PASS, passes, unpacked
 from lit_rlkv.models.replay import (
-    dense_evicted_at,
     prompt_columns,
-    replay_evicted_at,
     response_logps,
     response_logps_and_entropy,
     scatter_to_response,
 )
-from lit_rlkv.models.rounded_view import RoundedView
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.objectives.corrections import Correction
-from lit_rlkv.types import OWN_CHOICE, Rollout
+from lit_rlkv.types import Record, Rollout
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,12 @@ class ForwardPass:
     backbone: str
     adapter: str | None
     shadow: bool
-    replays_routing: bool = True
+    routing: bool = True
     """False if the routers choose for themselves, whatever the rollout recorded."""
+
+    def record_of(self, rollout: Rollout) -> Record:
+        """Return what this forward replays of a rollout."""
+        return rollout.record.view(rollout.attention_mask, shadow=self.shadow, routing=self.routing)
 
 
 ENTROPY = "entropy"
@@ -108,8 +109,8 @@ def score_rollout(
 def _pass_over(rollout: Rollout, roles: Roles, role: str, shadow: bool) -> ForwardPass:
     """Return the forward pass of a role over this rollout; a reward depends on the text alone."""
     found = forward_pass_of(roles, role, shadow)
-    chooses = role == "reward" and rollout.expert_ids is not None
-    return replace(found, replays_routing=False) if chooses else found
+    chooses = role == "reward" and rollout.record.expert_ids is not None
+    return replace(found, routing=False) if chooses else found
 
 
 def _most_stacked(passes_wanted: set[ForwardPass]) -> int:
@@ -140,38 +141,32 @@ def _hidden(
     by_backbone: dict[tuple[str, bool], list[ForwardPass]] = defaultdict(list)
     for one in sorted(passes, key=repr):
         # Attention rounds the keys of all rows of a batch or of none.
-        by_backbone[one.backbone, one.shadow and rollout.cache_dtype is not None].append(one)
+        by_backbone[one.backbone, one.shadow and rollout.record.codes is not None].append(one)
     found: dict[ForwardPass, Tensor] = {}
-    for (name, rounds), mine in by_backbone.items():
-        rounding = RoundedView.of(rollout, shadow=rounds)
+    for (name, _), mine in by_backbone.items():
         backbone = roles.named_backbone(name)
         if stacks_passes and len(mine) > 1:
-            found |= _stacked(backbone, rollout, mine, rounding)
+            found |= _stacked(backbone, rollout, mine)
             continue
         for one in mine:
             with use_adapter(lora_layers(backbone), one.adapter):
-                evicted_at = _replay_table(rollout, one.shadow)
                 found[one] = learner_states(
                     backbone,
                     rollout.input_ids,
                     rollout.attention_mask,
                     prompt_columns(rollout),
-                    evicted_at,
-                    expert_ids=rollout.expert_ids if one.replays_routing else None,
-                    rounding=rounding,
+                    one.record_of(rollout),
                 )
     return found
 
 
 def _stacked(
-    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass], rounding: RoundedView | None
+    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass]
 ) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
     n_rows = len(rollout.input_ids)
     rows = torch.arange(n_rows, device=rollout.input_ids.device).repeat(len(passes))
-    shape = rollout.evicted_at.shape
-    evicted_at = torch.cat([_replay_table(rollout, one.shadow).expand(shape) for one in passes])
     adapters = [one.adapter for one in passes]
-    if rollout.expert_ids is not None:
+    if rollout.record.expert_ids is not None:
         routers_of(backbone)  # found before, because that takes forwards of other rows
     chosen = (
         use_adapter(lora_layers(backbone), adapters[0])
@@ -185,19 +180,6 @@ def _stacked(
             backbone,
             rollout.input_ids[rows],
             positions,
-            evicted_at=evicted_at,
-            expert_ids=_stacked_experts(rollout, passes),
-            rounding=None if rounding is None else rounding.stacked(len(passes)),
+            record=Record.stacked([one.record_of(rollout) for one in passes]),
         )
     return dict(zip(passes, torch.split(hidden, n_rows), strict=True))
-
-
-def _stacked_experts(rollout: Rollout, passes: list[ForwardPass]) -> Tensor | None:
-    ids = rollout.expert_ids
-    if ids is None:
-        return None
-    return torch.cat([ids if one.replays_routing else torch.full_like(ids, OWN_CHOICE) for one in passes])
-
-
-def _replay_table(rollout: Rollout, shadow: bool) -> Tensor:
-    return replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)

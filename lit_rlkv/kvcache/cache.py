@@ -162,8 +162,6 @@ class SlotCache(Cache):
         self.first[index], self.column[index] = first, first - 1
         for layer in self.slot_layers:
             layer.begin(index)
-            if layer.rounding_record is not None:
-                layer.rounding_record[index] = 0
 
     def table_without_evictions(self, rows: Int[Tensor, " row"] | slice) -> Int[Tensor, "row 1 seq"]:
         """Return the eviction table of a head that keeps all keys: 0 before the first token of each row."""
@@ -320,17 +318,21 @@ class SlotCache(Cache):
             stacked[:, number] = layer.table(rows).repeat_interleave(n_heads // layer.n_kv_heads, dim=1)
         return stacked
 
-    def rounding_record(
-        self, rows: Int[Tensor, " row"]
-    ) -> UInt8[Tensor, "row layer kv_head byte seq"] | None:
-        """Return the record of the codes of these rows, KV heads as in `evicted_at`; None without codes."""
-        records = [layer.rounding_record for layer in self.slot_layers if layer.rounding_record is not None]
-        if not records:
-            return None
-        n_heads, n_bytes = (max(record.shape[dim] for record in records) for dim in (2, 3))
-        stacked = records[0].new_zeros(len(rows), len(records), n_heads, n_bytes, self.seq_len)
+    def forget_codes(self, rows: Sequence[int]) -> None:
+        """Forget the codes of these rows, which start another sequence."""
+        for layer in self.slot_layers:
+            if layer.codes is not None:
+                layer.codes.begin(rows)
+
+    def codes(self, rows: Sequence[int]) -> UInt8[Tensor, "row layer kv_head byte seq"]:
+        """Return the codes of a quantized cache, of these rows, KV heads as in `evicted_at`."""
+        records = [layer.codes for layer in self.slot_layers if layer.codes is not None]
+        n_heads, n_bytes = (max(sizes) for sizes in zip(*(record.shape for record in records), strict=True))
+        shape = (len(rows), len(records), n_heads, n_bytes, self.seq_len)
+        stacked = torch.zeros(shape, dtype=torch.uint8, device=self.column.device)
+        # Layer by layer, because a second copy of all can be too large.
         for number, record in enumerate(records):
-            found = record[rows, : self.seq_len].permute(0, 2, 3, 1)
+            found = record.read(rows)
             found = found.repeat_interleave(n_heads // found.shape[1], dim=1)
             stacked[:, number, :, : found.shape[2]] = found
         return stacked

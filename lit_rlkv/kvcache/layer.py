@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -14,6 +14,7 @@ from lit_rlkv.kernels.backend import to_autocast_dtype
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import choose_survivors, evict, record_evictions, take_slots
 from lit_rlkv.kernels.shadow_attention import replayed_attention
+from lit_rlkv.kvcache.code_record import CodeRecord
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention, received_attention
 from lit_rlkv.kvcache.policies import SlotView
@@ -54,8 +55,7 @@ class SlotLayer(CacheLayerMixin):
         self.filled_by: Feed | None = None
         self.pools: tuple[Slots, Slots] | None = None
         """Keys and values of all rows."""
-        self.rounding_record: UInt8[Tensor, "row seq+1 kv_head byte"] | None = None
-        """`record_of` the codes in each column, evicted or not; the last column is scratch space."""
+        self.codes = None if cache.spec.dtype is None else CodeRecord(cache.n_rows, cache.seq_len)
         self.evicted_at: Int[Tensor, "row kv_head seq"]
         self.columns: Int[Tensor, "row kv_head slot"]
         """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
@@ -144,8 +144,12 @@ class SlotLayer(CacheLayerMixin):
         step = self._decode if self.cache.incoming is None else self._feed
         with torch.autocast(query.device.type, enabled=False):
             new_key, new_value = (Slots.of(each, self.cache.spec.dtype) for each in (key, value))
-            if self.cache.spec.dtype is not None:
-                self._record_codes(torch.cat([new_key.record(), new_value.record()], dim=-1).transpose(1, 2))
+            if self.codes is not None:
+                record = torch.cat([new_key.record(), new_value.record()], dim=-1).transpose(1, 2)
+                if self.cache.incoming is None:
+                    self.codes.write(self.cache.written, record)
+                else:
+                    self.codes.write_feed(self.cache.incoming, record)
             return step(query, new_key, new_value, scaling, softcap)
 
     def _feed(self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None) -> Tensor:
@@ -185,23 +189,6 @@ class SlotLayer(CacheLayerMixin):
             self.recent_queries.write_feed(feed, packed)
         self._fill(feed, key, value, columns, attention)
         return out
-
-    def _record_codes(self, record: UInt8[Tensor, "batch new kv_head byte"]) -> None:
-        """Write the record of new tokens to their columns."""
-        cache, feed = self.cache, self.cache.incoming
-        if self.rounding_record is None:
-            self.rounding_record = record.new_zeros(cache.n_rows, cache.seq_len + 1, *record.shape[2:])
-        if feed is None:
-            rows, columns = torch.arange(len(record), device=record.device), cache.written[:, None]
-        else:
-            if feed.n_samples > 1:  # the first of them has read the earlier chunks
-                before = self.rounding_record[feed.sources]
-                self.rounding_record[feed.rows] = before.repeat_interleave(feed.n_samples, dim=0)
-            rows, columns = feed.rows, feed.columns.where(feed.is_token, cache.seq_len)
-            columns = columns.repeat_interleave(feed.n_samples, dim=0)
-            record = record.repeat_interleave(feed.n_samples, dim=0)
-        places = rows[:, None] * (cache.seq_len + 1) + columns
-        self.rounding_record.flatten(0, 1).index_copy_(0, places.flatten(), record.flatten(0, 1))
 
     def _begin_feed(self) -> Feed:
         """Return the tokens to fill the pool from.
@@ -247,8 +234,8 @@ class SlotLayer(CacheLayerMixin):
     def resize(self, rows: Int[Tensor, " kept"]) -> None:
         """Move these rows to pools of the cache's present sizes; the old ones are freed one by one."""
         keys, values = self._pools()
-        if self.rounding_record is not None:
-            self.rounding_record = self.rounding_record[rows]
+        if self.codes is not None:
+            self.codes.keep(rows)
         self.pools = None
         keys = keys.widened(rows, self.cache.n_slots)
         self.pools = keys, values.widened(rows, self.cache.n_slots)

@@ -99,8 +99,8 @@ class WindowLayer(SlotLayer):
         """Keep these rows; the ring stays as it is."""
         keys, values = (pool.map(lambda part: part[rows]) for pool in self._pools())
         self.pools = keys, values
-        if self.rounding_record is not None:
-            self.rounding_record = self.rounding_record[rows]
+        if self.codes is not None:
+            self.codes.keep(rows)
         self._number_slots()
 
     def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:

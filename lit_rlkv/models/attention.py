@@ -1,12 +1,12 @@
 """The attention function registered with transformers: slot cache, replay of evictions, or plain SDPA."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -16,7 +16,8 @@ from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, replayed_at
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
-from lit_rlkv.models.rounded_view import RoundedView
+from lit_rlkv.models.rounded_view import rounded_as
+from lit_rlkv.types import Record
 
 ATTENTION_NAME = "lit_rlkv"
 
@@ -39,8 +40,52 @@ class AttentionInputs:
 Probe = Callable[[AttentionInputs], None]
 """Called at replay with the inputs of each layer."""
 
+
+@dataclass(frozen=True)
+class Replay:
+    """What one forward of the learner replays, as attention reads it."""
+
+    record: Record
+    table_rows: Mapping[int, int] | None = None
+    """Row of the eviction table for each layer; None: its own number."""
+    plan: SlotPlan | None = None
+    """Made from the eviction table; saves work in the kernels."""
+    probe: Probe | None = None
+    """Called with the inputs of each layer; does not change the output."""
+    flat: FlatTokens | None = None
+    """Set if queries, keys and values are a flat sequence of the tokens of the table's rows."""
+
+    def attend(
+        self,
+        number: int,
+        query: Float[Tensor, "batch head seq dim"],
+        key: Float[Tensor, "batch kv_head seq dim"],
+        value: Float[Tensor, "batch kv_head seq dim_v"],
+        scaling: float,
+        softcap: float | None,
+        sink: Float[Tensor, " head"] | None,
+    ) -> Float[Tensor, "batch head seq dim_v"]:
+        """Return the attention of layer `number`. A table of one layer or KV head is used for all."""
+        layer = number if self.table_rows is None else self.table_rows[number]
+        attend = partial(
+            replayed_attention,
+            evicted_at=layer_table(self.record.evicted_at, layer, key.shape[1]),
+            scaling=scaling,
+            softcap=softcap,
+            plan=None if self.plan is None else self.plan.layer(layer, key.shape[1]),
+            sink=sink,
+        )
+        if self.record.codes is not None:
+            key, value = rounded_as(self.record.codes, layer, key, value)
+        if self.probe is not None:
+            self.probe(AttentionInputs(layer, query, key, value, scaling, softcap, self.flat))
+        return attend(query, key, value) if self.flat is None else self.flat.attend(attend, query, key, value)
+
+
 NOT_REPLAYED = ("position_bias", "head_mask")
 """Attention arguments that change the softmax in some models; they are not supported."""
+RECORD_NAMES = ("record", "rounding", *(part.name for part in fields(Record)))
+"""Arguments of a model's forward that would be ignored: its attention reads a `Replay`."""
 
 
 def attention_forward(
@@ -53,32 +98,29 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     slot_cache: SlotCache | None = None,
-    evicted_at: Int[Tensor, "row layer #kv_head column"] | None = None,
-    plan: SlotPlan | None = None,
-    probe: Probe | None = None,
-    flat: FlatTokens | None = None,
+    replay: Replay | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
-    table_rows: Mapping[int, int] | None = None,
-    rounding: RoundedView | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch seq head dim_v"], None]:
     """Return the attention output of one layer; the signature is transformers'. Dropout is ignored.
 
     Args:
         slot_cache: (rollout) write the keys to this cache and attend over the cached keys.
-        evicted_at: (learner) replay these evictions. A table of one layer or KV head is used for all.
-            Without `slot_cache` and `evicted_at` this is SDPA, or plain attention if there is a softcap.
-        plan: made from `evicted_at`; saves work in the kernels.
-        probe: called at replay; does not change the output.
-        flat: (learner) queries, keys and values are a flat sequence of the tokens of `evicted_at`'s rows.
-        table_rows: row of `evicted_at` for each layer; None: its own number.
+        replay: (learner) attend to what the rollout's cache held. Without it and `slot_cache` this is SDPA,
+            or plain attention if there is a softcap.
         s_aux: attention sink: a logit of each head in the softmax, without a value.
-        rounding: (learner) round keys and values as the rollout's cache did.
 
     Raises:
-        ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache.
+        ValueError: the model passes one of `NOT_REPLAYED` to its attention at replay or with a cache, or was
+            called with one of `RECORD_NAMES`.
     """
-    if slot_cache is None and evicted_at is None:
+    for name in RECORD_NAMES:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"a model's forward takes no {name!r} and would attend to all keys without it; replay a "
+                "rollout by replay_logps, or a record by lit_rlkv.models.backbone.hidden_states"
+            )
+    if slot_cache is None and replay is None:
         if softcap is not None or s_aux is not None:
             return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -94,23 +136,8 @@ def attention_forward(
             raise ValueError(f"{type(module).__name__} slides a window of {window} keys, not of {expected}")
         out = _attend_to_cache(module, slot_cache, query, key, value, scaling, softcap, s_aux)
     else:
-        layer = _layer_of(module) if table_rows is None else table_rows[_layer_of(module)]
-        assert evicted_at is not None
-        layer_evicted_at = layer_table(evicted_at, layer, key.shape[1])
-        layer_plan = None if plan is None else plan.layer(layer, key.shape[1])
-        if rounding is not None:
-            key, value = rounding.apply(layer, key, value)
-        if probe is not None:
-            probe(AttentionInputs(layer, query, key, value, scaling, softcap, flat))
-        attend = partial(
-            replayed_attention,
-            evicted_at=layer_evicted_at,
-            scaling=scaling,
-            softcap=softcap,
-            plan=layer_plan,
-            sink=s_aux,
-        )
-        out = attend(query, key, value) if flat is None else flat.attend(attend, query, key, value)
+        assert replay is not None
+        out = replay.attend(_layer_of(module), query, key, value, scaling, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -1,5 +1,7 @@
 """Backbones: forwards of any prepared transformers causal LM, and facts from its config."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +15,11 @@ from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.cache import LayerKind
-from lit_rlkv.models.attention import ATTENTION_NAME, Probe
+from lit_rlkv.models.attention import ATTENTION_NAME, Probe, Replay
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import model_body
-from lit_rlkv.models.rounded_view import RoundedView, record_in
-from lit_rlkv.models.routing import by_token, replayed_experts
-from lit_rlkv.types import NEVER
+from lit_rlkv.models.routing import replayed_routing
+from lit_rlkv.types import NEVER, Record
 
 STATEFUL, CACHELESS = ("linear_attention", "conv"), ("mlp", "moe")
 """Layer types, in transformers' names, that keep a state in place of keys, and that keep nothing."""
@@ -149,22 +150,20 @@ def hidden_states(
     input_ids: Int[Tensor, "batch seq"],
     position_ids: Int[Tensor, "batch seq"],
     *,
-    evicted_at: Int[Tensor, "batch layer kv_head seq"] | None = None,
+    record: Record | None = None,
     slot_cache: SlotCache | None = None,
-    expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
-    **attention: Any,
+    **options: Any,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Return the last hidden states under an eviction table, or over a cache.
+    """Return the last hidden states under replay, or over a cache.
 
     Args:
-        evicted_at: (learner) of the rows that attention runs on.
+        record: (learner) a `Record.view`.
         slot_cache: (rollout) to write to and read from.
-        expert_ids: experts that the routers take, as in a `Rollout`; None: they choose for themselves.
-        attention: passed on to the attention function, as `probe`, `flat` and `rounding`.
+        options: `probe` and `flat` of `Replay`.
 
     Raises:
         ValueError: the model does not use our attention and would ignore these arguments; or the routing of
-            the model cannot be replayed, or `expert_ids` are of another architecture.
+            the model cannot be replayed, or the record is of another architecture.
     """
     implementation = text_config(model)._attn_implementation
     if implementation != ATTENTION_NAME:
@@ -172,33 +171,26 @@ def hidden_states(
             f"{type(model).__name__} uses {implementation!r} attention, which ignores evictions; pass the "
             "model through prepare_backbone first"
         )
-    if evicted_at is not None:
-        attention |= replay_arguments(model, evicted_at, attention.get("rounding"))
+    arguments: dict[str, Any] = {}
+    if record is not None:
+        arguments = replay_arguments(model, record, **options)
     if slot_cache is not None:
         given = None if slot_cache.incoming is None else slot_cache.incoming.is_token
         masks = _masks(model, given, input_ids.device)
-        attention |= {"slot_cache": slot_cache, "past_key_values": slot_cache, "attention_mask": masks}
-    with replayed_experts(model, None if expert_ids is None else by_token(expert_ids)):
+        arguments = {"slot_cache": slot_cache, "past_key_values": slot_cache, "attention_mask": masks}
+    with nullcontext() if record is None else replayed_routing(model, record):
         hidden: Tensor = model_body(model)(
-            input_ids=input_ids, position_ids=position_ids, use_cache=slot_cache is not None, **attention
+            input_ids=input_ids, position_ids=position_ids, use_cache=slot_cache is not None, **arguments
         ).last_hidden_state
     return hidden
 
 
-def replay_arguments(
-    model: PreTrainedModel,
-    evicted_at: Int[Tensor, "batch layer kv_head seq"],
-    rounding: RoundedView | None = None,
-) -> dict[str, Any]:
+def replay_arguments(model: PreTrainedModel, record: Record, **options: Any) -> dict[str, Any]:
     """Return what a forward of the learner passes to the model, beside tokens and positions."""
-    evicted_at = within_windows(model, evicted_at)
-    masks = _masks(model, evicted_at[:, 0, 0] > 0, evicted_at.device)
-    arguments = {"evicted_at": evicted_at, "attention_mask": masks, "table_rows": table_rows(model)}
-    if rounding is not None:
-        arguments["rounding"] = rounding
-    if uses_triton(next(model.parameters())):
-        arguments["plan"] = plan_slots(evicted_at)
-    return arguments
+    table = within_windows(model, record.evicted_at)
+    plan = plan_slots(table) if uses_triton(next(model.parameters())) else None
+    replay = Replay(replace(record, evicted_at=table), table_rows(model), plan, **options)
+    return {"replay": replay, "attention_mask": _masks(model, table[:, 0, 0] > 0, table.device)}
 
 
 def _masks(model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device) -> Any:
@@ -241,20 +233,17 @@ def learner_states(
     input_ids: Int[Tensor, "batch seq"],
     attention_mask: Bool[Tensor, "batch seq"],
     n_prompt: Int[Tensor, " batch"],
-    evicted_at: Int[Tensor, "batch layer kv_head seq"],
+    record: Record,
     is_read: Bool[Tensor, "batch seq"] | None = None,
-    expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
     probe: Probe | None = None,
-    rounding: RoundedView | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states of a batch under replay; each different token is computed once.
 
     Args:
         n_prompt: leading columns of each row with its prompt and the padding before it.
+        record: a `Record.view`.
         is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
-        expert_ids: see `hidden_states`.
         probe: called with the inputs of each layer's attention.
-        rounding: see `attention_forward`.
 
     Raises:
         ValueError: see `check_deterministic`.
@@ -264,23 +253,13 @@ def learner_states(
     is_token = attention_mask if is_read is None else attention_mask & is_read
     flat = None
     if not has_states(model):  # a state goes through its own row alone
-        table = within_windows(model, evicted_at)
-        flat = flat_tokens(input_ids, is_token, n_prompt, table, expert_ids, record_in(rounding))
+        table = within_windows(model, record.evicted_at)
+        flat = flat_tokens(input_ids, is_token, n_prompt, replace(record, evicted_at=table))
     if flat is None:
-        return hidden_states(
-            model,
-            input_ids,
-            positions,
-            evicted_at=evicted_at,
-            expert_ids=expert_ids,
-            rounding=rounding,
-            probe=probe,
-        )
+        return hidden_states(model, input_ids, positions, record=record, probe=probe)
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
-    experts = None if expert_ids is None else flat.flatten_columns(expert_ids)
-    rounding = None if rounding is None else rounding.flatten(flat)
-    view: dict[str, Any] = {"evicted_at": evicted_at, "rounding": rounding, "flat": flat, "probe": probe}
-    return flat.spread(hidden_states(model, tokens, places, expert_ids=experts, **view)[0])
+    hidden = hidden_states(model, tokens, places, record=flat.of_record(record), flat=flat, probe=probe)
+    return flat.spread(hidden[0])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -5,14 +5,16 @@ a flat sequence of the batch's tokens, in which a prompt that several rows share
 on the rows.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lit_rlkv.types import Record
 
 LEAST_SAVED = 0.05
 """Share of the cells of a batch that a flat sequence must save; the copies around attention take time too."""
@@ -42,6 +44,10 @@ class FlatTokens:
     def flatten_columns(self, values: Tensor) -> Tensor:
         """Return [1, ..., token] of [batch, ..., seq]: a batch whose only row is the flat sequence."""
         return self.flatten(values.movedim(-1, 1)).movedim(0, -1)[None]
+
+    def of_record(self, record: Record) -> Record:
+        """Return what the flat sequence replays; evictions stay in rows, as attention does."""
+        return replace(record.map_tensors(self.flatten_columns), evicted_at=record.evicted_at)
 
     def spread(self, values: Tensor) -> Tensor:
         """Return [batch, seq, ...] for [token, ...]: values of each cell's token; gradients are summed."""
@@ -82,26 +88,21 @@ def flat_tokens(
     input_ids: Int[Tensor, "batch seq"],
     is_token: Bool[Tensor, "batch seq"],
     n_prompt: Int[Tensor, " batch"],
-    evicted_at: Int[Tensor, "batch layer kv_head seq"],
-    expert_ids: Int[Tensor, "batch router expert seq"] | None = None,
-    rounding_record: UInt8[Tensor, "batch layer kv_head byte seq"] | None = None,
+    record: Record,
 ) -> FlatTokens | None:
     """Return the tokens of a batch as a flat sequence; None if empty or if it saves less than `LEAST_SAVED`.
 
-    Rows share a prompt if its tokens, its columns, what its own queries see, its experts and its codes are
-    equal.
+    Rows share a prompt if its tokens, its columns and what its own queries replay are equal.
 
     Args:
         is_token: False for cells that no other cell needs, such as padding.
         n_prompt: leading columns of each row that hold its prompt; the others are not compared.
-        evicted_at: eviction table of the forward.
-        expert_ids, rounding_record: experts and codes that the forward replays.
+        record: what the forward replays.
     """
     row = torch.arange(len(input_ids), device=input_ids.device)
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
     is_prompt = column < n_prompt[:, None]
-    replayed = [table for table in (expert_ids, rounding_record) if table is not None]
-    leader = _leaders(input_ids, is_token, is_prompt, n_prompt, evicted_at, replayed)
+    leader = _leaders(input_ids, is_token, is_prompt, n_prompt, record)
     source = torch.where(is_prompt, leader[:, None], row[:, None])
     is_own = is_token & (source == row[:, None])
     cells = is_own.flatten().nonzero().flatten()
@@ -127,8 +128,7 @@ def _leaders(
     is_token: Bool[Tensor, "batch seq"],
     is_prompt: Bool[Tensor, "batch seq"],
     n_prompt: Int[Tensor, " batch"],
-    evicted_at: Int[Tensor, "batch layer kv_head seq"],
-    replayed: Sequence[Int[Tensor, "batch *_ seq"]],
+    record: Record,
 ) -> Int[Tensor, " batch"]:
     """Return for each row the first row with the same prompt, or itself."""
     row = torch.arange(len(input_ids), device=input_ids.device)
@@ -137,10 +137,8 @@ def _leaders(
     prompts = torch.where(is_prompt, torch.where(is_token, input_ids, -1)[:, :n_columns], -2)
     _, group = torch.unique(prompts, dim=0, return_inverse=True)
     leader = torch.full_like(row, len(row)).scatter_reduce(0, group, row, "amin")[group]
-    # A query of the prompt is before column n_prompt, so evictions from there on are equal for it.
-    seen = evicted_at[..., :n_columns].minimum(n_prompt[:, None, None, None].to(evicted_at.dtype))
     is_equal = torch.ones_like(leader, dtype=torch.bool)
-    for table in (seen, *(each[..., :n_columns] for each in replayed)):
+    for table in record.of_prompts(n_prompt):
         table = table.flatten(1, -2).masked_fill(~is_prompt[:, None], 0)
         is_equal &= (table == table[leader]).flatten(1).all(dim=1)
     return torch.where(is_equal, leader, row)

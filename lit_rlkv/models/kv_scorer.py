@@ -16,7 +16,7 @@ from lit_rlkv.kvcache.scorer import KVShape
 from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.model_files import find_file
-from lit_rlkv.models.replay import dense_evicted_at
+from lit_rlkv.types import Record
 
 KV_SCORER = "kv_scorer"
 """Name of the module on a backbone."""
@@ -63,9 +63,7 @@ def _shapes(model: PreTrainedModel) -> list[KVShape]:
     input_ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     is_token = torch.ones_like(input_ids, dtype=torch.bool)
     with use_kernels("reference"):
-        hidden_states(
-            model, input_ids, token_positions(is_token), evicted_at=dense_evicted_at(is_token), probe=look
-        )
+        hidden_states(model, input_ids, token_positions(is_token), record=Record.dense(is_token), probe=look)
     return [found[layer] for layer in sorted(found)]
 
 

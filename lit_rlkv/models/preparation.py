@@ -25,8 +25,8 @@ from lit_rlkv.models.backbone import (
     text_config,
 )
 from lit_rlkv.models.lm_head import use_float32_logits
-from lit_rlkv.models.routing import by_row, by_token, recorded_experts, routers_of
-from lit_rlkv.types import NEVER
+from lit_rlkv.models.routing import by_row, by_token, recorded_experts, replayed_experts, routers_of
+from lit_rlkv.types import NEVER, Record
 
 REPLAYABLE_LAYERS = {
     *("full_attention", "sliding_attention", CHUNKED, "hybrid", "hybrid_sliding"),
@@ -165,19 +165,19 @@ def _check_replayable(
     evicted_at_once = (position_ids + 1).int()[:, None, None]
 
     def logits(input_ids: Tensor, position_ids: Tensor, experts: Tensor | None, **attention: Any) -> Tensor:
-        hidden = hidden_states(model, input_ids, position_ids, expert_ids=experts, **attention)
-        return head_logits(model, hidden)
+        with replayed_experts(model, None if experts is None else by_token(experts)):
+            return head_logits(model, hidden_states(model, input_ids, position_ids, **attention))
 
     def columns(chosen: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         mine = None if experts is None else experts[..., chosen]
         return input_ids[:, chosen], position_ids[:, chosen], mine
 
     with _refused(name):
-        dense = logits(input_ids, position_ids, experts, evicted_at=never_evicted)
-        isolated = logits(input_ids, position_ids, experts, evicted_at=evicted_at_once)
+        dense = logits(input_ids, position_ids, experts, record=Record(never_evicted))
+        isolated = logits(input_ids, position_ids, experts, record=Record(evicted_at_once))
         experts_alone = None if experts is None else by_row(by_token(experts), input_ids.numel())
         one_column = (input_ids.view(-1, 1), position_ids.reshape(-1, 1), experts_alone)
-        alone = logits(*one_column, evicted_at=never_evicted.view(-1, 1, 1, 1))
+        alone = logits(*one_column, record=Record(never_evicted.view(-1, 1, 1, 1)))
     if not expected.isfinite().all():
         raise ValueError(
             f"{name} computes logits that are not finite: its weights are broken or overflow "
@@ -250,5 +250,5 @@ def has_finite_logits(model: PreTrainedModel) -> bool:
     input_ids = torch.arange(PROBE_LEN, device=model.device)[None] % text_config(model).vocab_size
     position_ids = torch.arange(PROBE_LEN, device=model.device)[None]
     never_evicted = torch.full((1, 1, 1, PROBE_LEN), NEVER, dtype=torch.int32, device=model.device)
-    hidden = hidden_states(model, input_ids, position_ids, evicted_at=never_evicted)
+    hidden = hidden_states(model, input_ids, position_ids, record=Record(never_evicted))
     return bool(head_logits(model, hidden).isfinite().all())

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,62 +22,33 @@ from lit_rlkv.models.backbone import (
     optional_setting,
     text_config,
 )
-from lit_rlkv.models.rounded_view import RoundedView
-from lit_rlkv.types import NEVER, Rollout, SamplingMasks
+from lit_rlkv.types import NEVER, Codes, Rollout, SamplingMasks
 
 _Result = TypeVar("_Result")
 
 
-def dense_evicted_at(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1 1 seq"]:
-    """Return the eviction table of a dense cache: 0 on padding, the end of each row elsewhere."""
-    return torch.where(attention_mask, _row_ends(attention_mask), 0).int()[:, None, None]
-
-
-def replay_evicted_at(rollout: Rollout) -> Int[Tensor, "batch layer kv_head seq"]:
-    """Return the rollout's eviction table, with 0 on padding and at most the end of each row elsewhere.
-
-    Queries of padding then see nothing, and columns after a row's last token cost nothing.
-    """
-    ends = _row_ends(rollout.attention_mask)[:, None, None].int()
-    return torch.minimum(rollout.evicted_at, ends).masked_fill(~rollout.attention_mask[:, None, None], 0)
-
-
-def _row_ends(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1"]:
-    """Return the column after the last token of each row; queries from there on need no key."""
-    column = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    return (column * attention_mask).amax(dim=1, keepdim=True) + 1
-
-
-def query_experts(rollout: Rollout) -> Int[Tensor, "batch router expert query"] | None:
-    """Return the recorded experts of all columns but the last, which predicts no token; None without any."""
-    return None if rollout.expert_ids is None else rollout.expert_ids[..., :-1]
-
-
 def response_hidden(
-    model: PreTrainedModel, rollout: Rollout, *, shadow: bool, probe: Probe | None = None
+    model: PreTrainedModel,
+    rollout: Rollout,
+    *,
+    shadow: bool,
+    routing: bool = True,
+    probe: Probe | None = None,
 ) -> Float[Tensor, "token dim"]:
     """Return the hidden states that predict the response tokens, row by row: one column before each token.
 
-    `probe` is called with the inputs of each layer's attention.
+    `probe` is called with the inputs of each layer's attention; see `Record.view` for the others.
     """
     check_length(model, rollout.input_ids.shape[1])
-    if shadow and rollout.evicted_at.shape[1] == 0:
-        raise ValueError(
-            "the rollout has lost its record of evictions (Rollout.without_records), and cannot be replayed "
-            "without it; keep the rollout as generate returns it"
-        )
-    evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     # The last column predicts no sampled token, and neither does the last token of a row.
     hidden = learner_states(
         model,
         rollout.input_ids[:, :-1],
         rollout.attention_mask[:, :-1],
         prompt_columns(rollout),
-        evicted_at[..., :-1],
+        rollout.record.view(rollout.attention_mask, shadow=shadow, routing=routing).until(-1),
         is_read=rollout.attention_mask[:, 1:],
-        expert_ids=query_experts(rollout),
         probe=probe,
-        rounding=RoundedView.of(rollout, shadow=shadow, n_columns=-1),
     )
     return hidden[rollout.response_mask[:, 1:]]
 
@@ -93,7 +63,7 @@ def response_logps(
 ) -> Float[Tensor, "batch seq"]:
     """Return the log-probs of the response tokens in nats, in the rollout's columns; 0 elsewhere.
 
-    They are of distributions over the tokens that the sampler chose from; see `Rollout.sampling_masks`.
+    They are of distributions over the tokens that the sampler chose from; see `Record.sampling_masks`.
 
     Raises:
         ValueError: `temperature` is 0 or no temperature.
@@ -132,7 +102,7 @@ def response_sets(rollout: Rollout) -> TokenSets | None:
 
     All distributions at the response tokens, the learner's and the reference's, are over these sets.
     """
-    masks = rollout.sampling_masks
+    masks = rollout.record.sampling_masks
     return None if masks is None else TokenSets(masks.counts[rollout.response_mask], masks.token_ids)
 
 
@@ -150,8 +120,9 @@ def check_rollout(model: PreTrainedModel, rollout: Rollout) -> None:
             or a key is evicted before its own query.
     """
     shape, record, is_token = rollout.input_ids.shape, rollout.evicted_at, rollout.attention_mask
-    for name, part in vars(rollout).items():
-        part = part.counts if isinstance(part, SamplingMasks) else part
+    for name, part in {**vars(rollout), **vars(rollout.record)}.items():
+        if isinstance(part, SamplingMasks | Codes):
+            part = part.counts if isinstance(part, SamplingMasks) else part.record
         if isinstance(part, Tensor) and (*part.shape[:1], *part.shape[1:][-1:]) != shape:
             raise ValueError(
                 f"{name} must have the rows and columns of input_ids {tuple(shape)} as its first and last "

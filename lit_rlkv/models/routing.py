@@ -6,7 +6,7 @@ and gradients flow. This is rollout routing replay, R3 (arXiv:2510.11370).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from lit_rlkv.models.lm_head import model_body
-from lit_rlkv.types import OWN_CHOICE
+from lit_rlkv.types import OWN_CHOICE, Record
 
 PROBE_LEN = 6
 MOST_INT8_EXPERTS = 128
@@ -178,6 +178,11 @@ def replayed_experts(
         _GIVEN[model] = given
         stack.callback(_GIVEN.pop, model)
         yield
+
+
+def replayed_routing(model: PreTrainedModel, record: Record) -> AbstractContextManager[None]:
+    """Within this block the routers take the experts of a record, if it has any; see `replayed_experts`."""
+    return replayed_experts(model, None if record.expert_ids is None else by_token(record.expert_ids))
 
 
 def by_token(expert_ids: Int[Tensor, "batch router expert seq"]) -> Int[Tensor, "router token expert"]:

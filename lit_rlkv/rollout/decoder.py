@@ -1,12 +1,13 @@
 """Decoder: fixed buffers for several sequences, and the decode step."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -27,10 +28,11 @@ from lit_rlkv.models.backbone import (
 from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.preparation import check_chunks
-from lit_rlkv.rollout.expert_record import ExpertRecord
+from lit_rlkv.rollout.expert_record import ExpertRecorder
 from lit_rlkv.rollout.graph import CudaGraphRunner
-from lit_rlkv.rollout.mask_record import MaskRecord, RowIds
+from lit_rlkv.rollout.mask_record import MaskRecorder
 from lit_rlkv.rollout.paused_rows import PausedRow, pause_rows, resume_rows
+from lit_rlkv.rollout.recorders import CodeRecorder, EvictionRecorder, Recorder
 from lit_rlkv.rollout.sampling import Truncation, sample
 from lit_rlkv.types import TensorBatch
 
@@ -53,27 +55,25 @@ class DecodedRows(TensorBatch):
     input_ids: Int[Tensor, "row seq"]
     response_mask: Bool[Tensor, "row seq"]
     logps: Float[Tensor, "row seq"]
-    evicted_at: Int[Tensor, "row layer kv_head seq"]
-    kept_ids: list[RowIds] | None = None
-    """The tokens that the sampler chose from, row by row; None: from the whole vocabulary."""
-    expert_ids: Int[Tensor, "row router expert seq"] | None = None
-    rounding_record: UInt8[Tensor, "row layer kv_head byte seq"] | None = None
+    parts: Mapping[str, Any]
+    """What each recorder read, by the part of the record: a tensor, or a list with an entry for each row."""
 
     def new_empty(self, n_rows: int) -> "DecodedRows":
         """Allocate uninitialised memory for `n_rows` rows of the same columns."""
         rows = self.map_tensors(lambda value: value.new_empty((n_rows, *value.shape[1:])))
-        no_ids = torch.zeros(0, dtype=torch.int32)
-        return replace(rows, kept_ids=None if self.kept_ids is None else [(no_ids, no_ids)] * n_rows)
+        lists = {name: [None] * n_rows for name, part in self.parts.items() if isinstance(part, list)}
+        return replace(rows, parts={**rows.parts, **lists})
 
     def write(self, places: Sequence[int], rows: "DecodedRows") -> None:
         """Copy `rows` to the given places, in place."""
         index = torch.tensor(places, device=self.input_ids.device)
-        for name in [each.name for each in fields(DecodedRows)]:
-            if isinstance(value := getattr(self, name), Tensor):
-                value[index] = getattr(rows, name)
-        if self.kept_ids is not None and rows.kept_ids is not None:
-            for place, kept_ids in zip(places, rows.kept_ids, strict=True):
-                self.kept_ids[place] = kept_ids
+        old, new = ({**vars(each), **each.parts} for each in (self, rows))
+        for name, value in old.items():
+            if isinstance(value, Tensor):
+                value[index] = new[name]
+            elif isinstance(value, list):
+                for place, entry in zip(places, new[name], strict=True):
+                    value[place] = entry
 
 
 FIRST_TOKENS, GROWTH = 256, 1.5
@@ -147,15 +147,19 @@ class Decoder:
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
         self.logps = torch.zeros(shape, device=device, dtype=torch.float32)
         self.response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.experts = ExpertRecord(model, *shape) if record_routing else None
         self.newest = torch.full((n_rows,), settings.pad_token_id, device=device)
         self.is_running = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.all_rows = torch.arange(n_rows, device=device)
         self._noise_rows: NoiseRows | None = None
         # A compiled layer would be compiled anew for every number of rows.
         self.keeps_rows = compile_layers
-        is_recorded = settings.truncation.is_on and settings.temperature > 0
-        self._masks = MaskRecord(n_rows, device) if is_recorded else None
+        self.recorders: list[Recorder] = [EvictionRecorder(self.kv)]
+        if cache.dtype is not None:
+            self.recorders.append(CodeRecorder(self.kv, cache.dtype))
+        if record_routing:
+            self.recorders.append(ExpertRecorder(model, *shape))
+        if settings.truncation.is_on and settings.temperature > 0:
+            self.recorders.append(MaskRecorder(n_rows, device))
         self._layers: AbstractContextManager[None] = (
             CompiledLayers(model) if compile_layers else nullcontext()
         )
@@ -181,10 +185,8 @@ class Decoder:
         n_samples = len(rows) // len(input_ids)
         index = torch.tensor(rows, device=input_ids.device)
         self.kv.begin(rows, is_prompt)
-        if self.experts is not None:
-            self.experts.begin_rows(index)
-        if self._masks is not None:
-            self._masks.begin_rows(rows)
+        for recorder in self.recorders:
+            recorder.begin(rows)
         self.input_ids[index] = self.settings.pad_token_id
         self.logps[index] = 0.0
         self.response_mask[index] = False
@@ -266,8 +268,8 @@ class Decoder:
                 hidden = hidden_states(
                     self.model, tokens[part, chunk], positions[part, chunk], slot_cache=self.kv
                 )
-            if self.experts is not None:
-                self.experts.write_feed(index if is_last else sources[part], columns[part, chunk], is_given)
+            for recorder in self.recorders:
+                recorder.fed(index if is_last else sources[part], columns[part, chunk], is_given)
         return head_logits(self.model, hidden[:, -1])
 
     def _chunks(self, lens: Sequence[int], width: int) -> list[slice]:
@@ -280,20 +282,20 @@ class Decoder:
     def _sample_after(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
         """Sample the tokens that follow a feed."""
         self.is_running[rows] = True
-        if self._masks is not None:
-            self._masks.begin_step()
+        for recorder in self.recorders:
+            recorder.begin_step()
         self._append(rows, logits)
 
     def step(self) -> None:
         """Sample one more token for every running row.
 
-        Waits for the device only when a dense cache grows, or the record of sampling masks is full because
-        `make_room` was not called in time.
+        Waits for the device only when a dense cache grows, or a record is full because `make_room` was not
+        called in time.
         """
         if not self.kv.has_room(1):
             self.grow(range(self.n_rows))
-        if self._masks is not None:
-            self._masks.begin_step()
+        for recorder in self.recorders:
+            recorder.begin_step()
         # A graph replays the same shapes, and a kernel stops at the last key of each row by itself.
         if not (self._step.is_enabled or self._has_kernels):
             self.kv.n_read = self.kv.n_filled
@@ -309,9 +311,9 @@ class Decoder:
                 self._step.forget()  # its graph does not know the state that the generator now has
 
     def make_room(self, n_steps: int) -> None:
-        """Prepare the record of sampling masks for so many steps; may wait for the device."""
-        if self._masks is not None:
-            self._masks.make_room(n_steps)
+        """Prepare the recorders for so many steps; may wait for the device."""
+        for recorder in self.recorders:
+            recorder.make_room(n_steps)
 
     @property
     def next_size(self) -> int:
@@ -331,11 +333,9 @@ class Decoder:
         self.input_ids, self.logps = self.input_ids[index], self.logps[index]
         self.response_mask, self.newest = self.response_mask[index], self.newest[index]
         self.is_running = self.is_running[index]
-        if self.experts is not None:
-            self.experts.keep(index)
         self.n_rows, self.all_rows = len(rows), torch.arange(len(rows), device=index.device)
-        if self._masks is not None:
-            self._masks.keep(rows)
+        for recorder in self.recorders:
+            recorder.keep(rows)
         self._step.forget()
 
     def read_rows(self, rows: Sequence[int]) -> DecodedRows:
@@ -345,10 +345,7 @@ class Decoder:
             input_ids=self.input_ids[index, :-1],
             response_mask=self.response_mask[index, :-1],
             logps=self.logps[index, :-1],
-            evicted_at=self.kv.evicted_at(index),
-            kept_ids=None if self._masks is None else self._masks.read(rows),
-            expert_ids=None if self.experts is None else self.experts.ids[index, ..., :-1],
-            rounding_record=self.kv.rounding_record(index),
+            parts={recorder.part: recorder.read(rows) for recorder in self.recorders},
         )
 
     def read_tokens(self, rows: Sequence[int]) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:
@@ -356,16 +353,20 @@ class Decoder:
         index = torch.tensor(rows, device=self.newest.device)
         return self.input_ids[index, :-1].cpu(), self.response_mask[index, :-1].cpu()
 
-    def _watching(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.experts is None else self.experts.watching()
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for recorder in self.recorders:
+                stack.enter_context(recorder.watching())
+            yield
 
     def _decode(self) -> None:
         self.kv.advance(self.is_running)
         positions = (self.kv.column - self.kv.first)[:, None]
         with self._layers, self._watching():
             hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
-        if self.experts is not None:  # a finished row reads a token that is not in it
-            self.experts.write(self.kv.column.where(self.is_running, self.seq_len))
+        for recorder in self.recorders:  # a finished row reads a token that is not in it
+            recorder.stepped(self.kv.column.where(self.is_running, self.seq_len))
         self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
 
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
@@ -376,8 +377,8 @@ class Decoder:
         token, logp, kept = sample(
             logits, settings.temperature, self.generator, settings.truncation, noise_rows
         )
-        if self._masks is not None and kept is not None:
-            self._masks.write(rows, kept, is_running)
+        for recorder in self.recorders:
+            recorder.sampled(rows, kept, is_running)
         token = token.where(is_running, settings.pad_token_id)
         column = (self.kv.column[rows] + 1).where(is_running, self.seq_len)
         self.input_ids[rows, column] = token

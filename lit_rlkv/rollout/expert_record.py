@@ -1,6 +1,6 @@
-"""ExpertRecord: the experts that routers chose during a rollout, by row and column."""
+"""ExpertRecorder: the experts that routers chose during a rollout, by row and column."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.models.routing import by_row, expert_dtype, recorded_experts, routers_of
+from lit_rlkv.rollout.recorders import Recorder
 from lit_rlkv.types import OWN_CHOICE
 
 
-class ExpertRecord:
+class ExpertRecorder(Recorder):
     """The experts of each token of a decoder's rows, in a buffer that a CUDA graph can write to.
 
     Args:
@@ -22,6 +23,8 @@ class ExpertRecord:
         ValueError: the routing of the model cannot be recorded.
     """
 
+    part = "expert_ids"
+
     def __init__(self, model: PreTrainedModel, n_rows: int, n_columns: int) -> None:
         self._routers = routers_of(model)
         shape = (n_rows, len(self._routers), max(router.k for router in self._routers), n_columns)
@@ -30,33 +33,31 @@ class ExpertRecord:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this block the next forward is watched; then `write_feed` or `write` records it."""
         with recorded_experts(self._routers) as read:
             yield
             self._latest = read()
 
-    def begin_rows(self, rows: Int[Tensor, " row"]) -> None:
-        """Forget these rows, which start another sequence."""
-        self.ids[rows] = OWN_CHOICE
+    def begin(self, rows: Sequence[int]) -> None:
+        self.ids[list(rows)] = OWN_CHOICE
 
-    def write_feed(
+    def fed(
         self,
         rows: Int[Tensor, " row"],
         columns: Int[Tensor, "batch new"],
         is_token: Bool[Tensor, "batch new"],
     ) -> None:
-        """Record the forward of given tokens in these columns, each for `len(rows) / batch` rows."""
         n_samples, scratch = len(rows) // len(columns), self.ids.shape[-1] - 1
         experts = by_row(self._latest, len(columns))
         index = columns.where(is_token, scratch)[:, None, None].expand_as(experts)
         fed = self.ids[rows[::n_samples]].scatter(3, index, experts)
         self.ids[rows] = fed.repeat_interleave(n_samples, dim=0)
 
-    def write(self, columns: Int[Tensor, " row"]) -> None:
-        """Record the forward of one token for each row, in the given column of the row."""
+    def stepped(self, columns: Int[Tensor, " row"]) -> None:
         rows = torch.arange(len(columns), device=columns.device)
         self.ids[rows, :, :, columns] = self._latest.transpose(0, 1)
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep these rows alone, numbered anew in this order."""
-        self.ids = self.ids[rows]
+    def keep(self, rows: Sequence[int]) -> None:
+        self.ids = self.ids[list(rows)]
+
+    def read(self, rows: Sequence[int]) -> Int[Tensor, "row router expert seq"]:
+        return self.ids[list(rows), ..., :-1]

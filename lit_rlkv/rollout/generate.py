@@ -18,10 +18,9 @@ from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decode_loop import FinishedCallback, OnFinished, decode_all
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
-from lit_rlkv.rollout.mask_record import sampling_masks
 from lit_rlkv.rollout.sampling import Truncation
 from lit_rlkv.rollout.turns import Conversations, Turns
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import Record, Rollout
 
 STOP_CHECK_EVERY = 16
 """Most decode steps between checks for finished rows; on CUDA each check waits for the device."""
@@ -157,10 +156,7 @@ def generate(
         )
     if callback is not None:
         callback.call()
-    kv_bytes = decoder.kv.kv_bytes
-    del decoder, callback  # frees the cache
-    is_prompt = is_prompt.repeat_interleave(num_return_sequences, dim=0)
-    return as_rollout(rows, is_prompt, kv_bytes, temperature, cache.dtype)
+    return as_rollout(decoder, rows, is_prompt.repeat_interleave(num_return_sequences, dim=0))
 
 
 def _token_list(name: str, ids: Any) -> list[int]:
@@ -182,40 +178,27 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
     )
 
 
-def as_rollout(
-    rows: DecodedRows,
-    is_prompt: Bool[Tensor, "batch prompt"],
-    kv_bytes: int,
-    temperature: float,
-    cache_dtype: str | None = None,
-) -> Rollout:
-    """Cut the unused columns, and drop evictions after the query that predicted a row's last token.
+def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"]) -> Rollout:
+    """Cut the unused columns of decoded rows.
 
     All tokens up to the last sampled one are of the sequence; those that were given are not in
     `response_mask`.
     """
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
     rows = rows.map_tensors(lambda value: value[..., :end])
-    response_mask = rows.response_mask
     column = torch.arange(end, device=is_prompt.device)
-    last_token = (column * response_mask).amax(dim=1)
-    attention_mask = column <= last_token[:, None]
+    attention_mask = column <= (column * rows.response_mask).amax(dim=1)[:, None]
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
-    evicted_at = rows.evicted_at  # in place, because it is large and has no other reference
-    evicted_at.masked_fill_(evicted_at > last_token[:, None, None, None] - 1, NEVER)
-    evicted_at.masked_fill_(~attention_mask[:, None, None], 0)
+    masks = attention_mask, rows.response_mask
+    parts = {one.part: one.finish(rows.parts[one.part], *masks) for one in decoder.recorders}
     return Rollout(
         input_ids=rows.input_ids,
         attention_mask=attention_mask,
-        response_mask=response_mask,
+        response_mask=rows.response_mask,
         rollout_logps=rows.logps,
-        evicted_at=evicted_at,
-        kv_bytes=kv_bytes,
-        sampling_masks=None if rows.kept_ids is None else sampling_masks(rows.kept_ids, response_mask),
-        expert_ids=rows.expert_ids,
-        rounding_record=rows.rounding_record,
-        temperature=temperature,
-        cache_dtype=cache_dtype,
+        record=Record(**parts),
+        kv_bytes=decoder.kv.kv_bytes,
+        temperature=decoder.settings.temperature,
     )
 
 

@@ -1,4 +1,4 @@
-"""Record of the token ids that the sampler kept at each step, without a wait for the device within a step."""
+"""MaskRecorder: the token ids that the sampler kept at each step, without a wait for the device within it."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Int, Int32, UInt8
 from torch import Tensor
 
+from lit_rlkv.rollout.recorders import Recorder
 from lit_rlkv.rollout.sampling import Kept
 from lit_rlkv.types import SamplingMasks
 
@@ -18,13 +19,15 @@ RowIds = tuple[Int32[Tensor, " _"], Int32[Tensor, " _"]]
 """The ids that were kept for one row: their number for each response token, and all of them."""
 
 
-class MaskRecord:
+class MaskRecorder(Recorder):
     """Records what the sampler chose from, for the rows of a decoder.
 
     A step writes fixed shapes into a ring on the device, so that it can be captured as a CUDA graph: the ids
     of `top_k`, or the mask over the vocabulary with a bit per token. When the ring is full, or a row is read,
     its content is moved into lists of ragged ids, one list per row.
     """
+
+    part = "sampling_masks"
 
     def __init__(self, n_rows: int, device: torch.device) -> None:
         self._found: list[list[RowIds]] = [[] for _ in range(n_rows)]
@@ -33,24 +36,21 @@ class MaskRecord:
         """Place of the next step in the ring, for steps whose Python does not run."""
         self._n_used = 0
 
-    def begin_rows(self, rows: Sequence[int]) -> None:
-        """Forget these rows, which start another response."""
+    def begin(self, rows: Sequence[int]) -> None:
         self.flush()
         for row in rows:
             self._found[row] = []
 
     def make_room(self, n_steps: int) -> None:
-        """Make room for so many steps, if the ring holds so many; may wait for the device."""
         if self._n_used + n_steps > N_SLOTS:
             self.flush()
 
     def begin_step(self) -> None:
-        """Count a step on the host; `write` may then run once, by itself or as part of a CUDA graph."""
         self.make_room(1)
         self._n_used += 1
 
-    def write(self, rows: Int[Tensor, " row"], kept: Kept, is_running: Bool[Tensor, " row"]) -> None:
-        """Write what was kept for these rows in this step; nothing for rows that do not run."""
+    def sampled(self, rows: Int[Tensor, " row"], kept: Kept | None, is_running: Bool[Tensor, " row"]) -> None:
+        assert kept is not None
         if kept.dtype == torch.bool:
             entry = pack_bits(kept).masked_fill(~is_running[:, None], 0)
         else:
@@ -80,7 +80,6 @@ class MaskRecord:
         self._n_used = 0
 
     def read(self, rows: Sequence[int]) -> list[RowIds]:
-        """Return what was kept for each token of these rows; waits for the device."""
         self.flush()
         found = []
         for row in rows:
@@ -89,18 +88,20 @@ class MaskRecord:
         return found
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, numbered anew in this order."""
         self.flush()
         self._found = [self._found[row] for row in rows]
         if self._ring is not None:
             self._ring = self._ring.new_full((N_SLOTS, len(rows), self._ring.shape[2]), _empty(self._ring))
 
-
-def sampling_masks(rows: Sequence[RowIds], response_mask: Bool[Tensor, "batch seq"]) -> SamplingMasks:
-    """Return the ids of all rows as one record."""
-    counts, ids = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    empty = torch.zeros_like(response_mask, dtype=torch.int32)
-    return SamplingMasks(empty.masked_scatter(response_mask, counts), ids)
+    def finish(
+        self,
+        found: list[RowIds],
+        attention_mask: Bool[Tensor, "batch seq"],
+        response_mask: Bool[Tensor, "batch seq"],
+    ) -> SamplingMasks:
+        counts, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+        empty = torch.zeros_like(response_mask, dtype=torch.int32)
+        return SamplingMasks(empty.masked_scatter(response_mask, counts), ids)
 
 
 def pack_bits(is_kept: Bool[Tensor, "row vocab"]) -> UInt8[Tensor, "row byte"]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool
@@ -14,6 +14,7 @@ from lit_rlkv.rollout.decoder import Decoder
 from lit_rlkv.rollout.paused_rows import PausedRow
 
 
+@runtime_checkable
 class Conversations(Protocol):
     """The environments of the responses of a rollout, by the row of the rollout."""
 

@@ -25,7 +25,6 @@ from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.models.preparation import check_chunks, prepare_backbone
-from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.evictions import EvictionLearner
@@ -34,6 +33,7 @@ from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
 from lit_rlkv.runs.preflight import CheckedConfig, check_critics
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
+from lit_rlkv.types import Record
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
                 backbone,
                 input_ids,
                 token_positions(attention_mask),
-                evicted_at=dense_evicted_at(attention_mask),
+                record=Record.dense(attention_mask),
             )
     finally:
         for hook in hooks:

@@ -20,10 +20,10 @@ from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.kv_scorer import save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.model_files import find_weights
-from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rng import stream
 from lit_rlkv.runs.model_card import ADAPTER, HEADS, VALUE_ADAPTER, Exported
 from lit_rlkv.runs.starting_model import critic_dir
+from lit_rlkv.types import Record
 
 PROBE_SHAPE = (2, 12)
 """Rows and tokens of the inputs on which the export is compared with the policy."""
@@ -191,7 +191,7 @@ def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Te
         input_ids = input_ids.to(backbone.device)
         attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
         hidden = hidden_states(
-            backbone, input_ids, token_positions(attention_mask), evicted_at=dense_evicted_at(attention_mask)
+            backbone, input_ids, token_positions(attention_mask), record=Record.dense(attention_mask)
         )
         return head_logits(backbone, hidden).cpu()
 

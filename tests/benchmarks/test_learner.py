@@ -11,7 +11,6 @@ from kernel_parts.case import Setting
 from kernel_parts.learner import Shape, check, make_model, make_rollout, shadow_logps, step, torch_logps
 
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.replay import dense_evicted_at
 
 DEVICE, TIMED = ("cuda", "triton") if torch.cuda.is_available() else ("cpu", "reference")
 SETTING = Setting("cpu", is_toy=True, n_rounds=1)
@@ -71,7 +70,6 @@ def test_plain_torch_computes_the_dense_view_and_not_the_shadow_view():
     dense = replay_logps(model, rollout, shadow=False)
     torch.testing.assert_close(torch_logps(model, rollout), dense, atol=1e-5, rtol=1e-5)
     assert (replay_logps(model, rollout) - dense).abs().max() > 1e-3
-    assert dense_evicted_at(rollout.attention_mask).shape == (2, 1, 1, 30)
 
 
 def test_a_step_returns_the_gradients_and_leaves_none():

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def test_evictions_of_another_column_show_in_the_gap(monkeypatch: pytest.MonkeyP
 
     def wrong(setting: Setting, *args: object, **options: object):
         found = roll_out(setting, *args, **options)
-        return replace(found, evicted_at=found.evicted_at.roll(1, dims=3))
+        return found.with_record(evicted_at=found.evicted_at.roll(1, dims=3))
 
     # Not of another layer: attention of random weights is so even that h2o evicts the same keys in all.
     monkeypatch.setattr(Setting, "roll_out", wrong)

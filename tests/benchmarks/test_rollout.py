@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def test_deaths_that_the_sampler_did_not_see_are_not_timed(budget: int, monkeypa
 
     def wrong(setting: Setting, *args: object, **options: object):
         found = plain(setting, *args, **options)
-        return replace(found, evicted_at=found.evicted_at.roll(1, dims=2))
+        return found.with_record(evicted_at=found.evicted_at.roll(1, dims=2))
 
     ours.check(TOY, budget)
     monkeypatch.setattr(Setting, "roll_out", wrong)

@@ -62,7 +62,7 @@ def test_without_evictions_everything_is_retained_and_no_forward_is_run():
     evicted_at = rollout.evicted_at.clone()
     evicted_at[0, 0, 0, int(rollout.attention_mask[0].int().argmax())] = rollout.input_ids.shape[1] - 3
     found, _ = measured(
-        CacheStatistics(), roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at))
+        CacheStatistics(), roles, replace(experience, rollout=rollout.with_record(evicted_at=evicted_at))
     )
     assert len(calls) == 1
     assert 0.9 < found["kv/attention_kept"] < 1
@@ -78,7 +78,7 @@ def test_evicting_all_keys_leaves_a_query_its_own_key():
         .contiguous()
     )
     found, _ = measured(
-        CacheStatistics(), roles, replace(experience, rollout=replace(rollout, evicted_at=evicted_at))
+        CacheStatistics(), roles, replace(experience, rollout=rollout.with_record(evicted_at=evicted_at))
     )
     assert found["kv/lifetime_mean"] == found["kv/lifetime_median"] == 1
     assert found["kv/attention_kept"] < 0.3

@@ -6,8 +6,7 @@ from lit_rlkv.diagnostics.flops import flop_costs, learner_work
 from lit_rlkv.experience.advantages import GAEAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.layouts import ROLES
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
-from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles, shift
+from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles, replayed, shift
 
 
 def counted(module, datamodule):
@@ -25,8 +24,8 @@ def counted(module, datamodule):
 def expected(roles, batch, role="policy", shadow=True, has_head=True):
     """Return the forward and backward flops of one role on a batch, and its tokens."""
     rollout = batch.rollout
-    evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
-    work = learner_work(evicted_at[..., :-1], n_layers=2, n_kv_heads=2)
+    table = replayed(rollout, shadow=shadow).evicted_at
+    work = learner_work(table[..., :-1], n_layers=2, n_kv_heads=2)
     with acting_as(roles, role) as backbone:
         costs = flop_costs(backbone)
     assert costs is not None

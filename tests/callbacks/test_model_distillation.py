@@ -7,7 +7,6 @@ import torch
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
 from tests.callbacks.test_shadow_distillation import expected_kl, outputs_of
 from tests.hand_built import (
     ARMS,
@@ -17,6 +16,7 @@ from tests.hand_built import (
     make_module,
     make_roles,
     plain_logits,
+    replayed,
     shift,
     train_here,
 )
@@ -68,7 +68,7 @@ def test_loss_is_the_kl_to_a_teacher_of_another_size_that_sees_all_keys(correcti
     module, batch = made(correction, rollout)
     callback = taught_by(make_model(1, **BIGGER), weight=0.5, reverse=reverse)
     losses, metrics = callback.loss_terms(module, batch, outputs_of(module, batch))
-    dense, seen = dense_evicted_at(batch.rollout.attention_mask), replay_evicted_at(batch.rollout)
+    dense, seen = (replayed(batch.rollout, shadow=shadow) for shadow in (False, True))
     with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
         teacher = plain_logits(callback.teacher, batch.rollout, dense).log_softmax(-1)
         policy = plain_logits(backbone, batch.rollout, seen if module.replays else dense).log_softmax(-1)
@@ -104,7 +104,7 @@ def test_the_policy_learns_from_it_alone_and_the_teacher_stays():
 def test_experts_of_the_sampler_are_not_the_teachers():
     module, batch = made()
     experts = torch.zeros(*batch.rollout.input_ids.shape[:1], 1, 1, batch.rollout.input_ids.shape[1])
-    routed = replace(batch, rollout=replace(batch.rollout, expert_ids=experts.to(torch.uint8)))
+    routed = replace(batch, rollout=batch.rollout.with_record(expert_ids=experts.to(torch.uint8)))
     callback, outputs = taught_by(make_model(1)), outputs_of(module, batch)
     found = callback.loss_terms(module, routed, outputs)[0]["teacher/loss"]
     assert torch.equal(found, callback.loss_terms(module, batch, outputs)[0]["teacher/loss"])

@@ -5,14 +5,17 @@ import torch
 
 from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import (
-    dense_evicted_at,
-    replay_evicted_at,
-    response_hidden,
-    response_logps_and_entropy,
-)
+from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.modules.base import StepOutputs
-from tests.hand_built import TRUNCATED, make_datamodule, make_module, make_roles, plain_logits, shift
+from tests.hand_built import (
+    TRUNCATED,
+    make_datamodule,
+    make_module,
+    make_roles,
+    plain_logits,
+    replayed,
+    shift,
+)
 
 
 @pytest.fixture(params=[{}, TRUNCATED], ids=["whole vocabulary", "truncated"])
@@ -32,9 +35,8 @@ def outputs_of(module, batch):
 
 def full_log_softmax(module, batch, role, *, shadow):
     rollout = batch.rollout
-    evicted_at = replay_evicted_at(rollout) if shadow else dense_evicted_at(rollout.attention_mask)
     with acting_as(module.roles, role) as backbone:
-        return plain_logits(backbone, rollout, evicted_at).log_softmax(-1)
+        return plain_logits(backbone, rollout, replayed(rollout, shadow=shadow)).log_softmax(-1)
 
 
 def expected_kl(batch, log_p, log_q):

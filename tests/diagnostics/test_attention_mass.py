@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +14,8 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import NEVER, Record, Rollout
 from tests.models_zoo import FAMILIES, HEADS, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
 
 SPEC = CacheSpec(policy="random", budget=8, interval=3, sink=1, window=3)
@@ -41,10 +38,10 @@ def sampled(model: PreTrainedModel) -> Rollout:
 
 def probed(model: PreTrainedModel, rollout: Rollout, probe) -> Tensor:
     """The dense forward that a probe looks on at."""
-    evicted_at = dense_evicted_at(rollout.attention_mask)[..., :-1]
+    record = Record.dense(rollout.attention_mask).until(-1)
     positions = token_positions(rollout.attention_mask)[:, :-1]
     with torch.no_grad():
-        return hidden_states(model, rollout.input_ids[:, :-1], positions, evicted_at=evicted_at, probe=probe)
+        return hidden_states(model, rollout.input_ids[:, :-1], positions, record=record, probe=probe)
 
 
 def eager_probabilities(model: PreTrainedModel, rollout: Rollout) -> Tensor:
@@ -133,7 +130,7 @@ def test_statistics_cover_the_queries_that_predicted_response_tokens():
 )
 def test_the_comparison_notices_a_wrong_table(changed):
     rollout = sampled(tiny_model())
-    found = statistics(tiny_model(), replace(rollout, evicted_at=changed(rollout.evicted_at)))
+    found = statistics(tiny_model(), rollout.with_record(evicted_at=changed(rollout.evicted_at)))
     gap = (found.stacked("kept") - expected_kept(rollout).mean(-1)).abs().max()
     assert gap > 1e-3 > 100 * CLOSE["atol"]
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,9 +8,8 @@ from lit_rlkv.diagnostics.distributions import (
 )
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.models.hydra import acting_as
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
-from lit_rlkv.types import NEVER
-from tests.hand_built import ARMS, TRUNCATED, make_datamodule, make_roles, plain_logits, shift
+from lit_rlkv.types import NEVER, Record
+from tests.hand_built import ARMS, TRUNCATED, make_datamodule, make_roles, plain_logits, replayed, shift
 
 VOCAB = 51
 
@@ -34,15 +31,15 @@ def sampled(request):
         yield backbone, rollout
 
 
-def log_softmax(backbone, rollout, evicted_at, temperature):
+def log_softmax(backbone, rollout, record, temperature):
     """[action, vocab] in float64, by a forward that shares nothing with what is tested."""
     with torch.no_grad():
-        return (plain_logits(backbone, rollout, evicted_at).double() / temperature).log_softmax(-1)
+        return (plain_logits(backbone, rollout, record).double() / temperature).log_softmax(-1)
 
 
 def both_views(backbone, rollout, temperature=1.0):
-    shadow = log_softmax(backbone, rollout, replay_evicted_at(rollout), temperature)
-    return shadow, log_softmax(backbone, rollout, dense_evicted_at(rollout.attention_mask), temperature)
+    records = (replayed(rollout, shadow=shadow) for shadow in (True, False))
+    return tuple(log_softmax(backbone, rollout, record, temperature) for record in records)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -73,7 +70,7 @@ def test_overlap_notices_evictions_of_one_query_too_early(sampled):
     backbone, rollout = sampled
     right = view_overlap(backbone, rollout, 1.0)
     early = torch.where(rollout.evicted_at == NEVER, NEVER, (rollout.evicted_at - 1).clamp(min=0)).int()
-    assert (view_overlap(backbone, replace(rollout, evicted_at=early), 1.0) - right).abs().max() > 1e-3
+    assert (view_overlap(backbone, rollout.with_record(evicted_at=early), 1.0) - right).abs().max() > 1e-3
 
 
 def test_a_rollout_that_lost_nothing_overlaps_wholly():
@@ -91,9 +88,9 @@ def test_layers_are_the_kl_of_their_own_evictions(sampled):
     shadow, dense = both_views(backbone, rollout)
     rows = [shadow]
     for layer in (1, 0):
-        evicted_at = replay_evicted_at(rollout).clone()
-        evicted_at[:, 1 - layer] = dense_evicted_at(rollout.attention_mask)[:, 0]
-        rows.insert(0, log_softmax(backbone, rollout, evicted_at, 1.0))
+        evicted_at = replayed(rollout).evicted_at.clone()
+        evicted_at[:, 1 - layer] = replayed(rollout, shadow=False).evicted_at[:, 0]
+        rows.insert(0, log_softmax(backbone, rollout, Record(evicted_at), 1.0))
     for kl, log_p in zip(found, rows, strict=True):
         expected = (log_p.exp() * (log_p - dense).masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
         torch.testing.assert_close(kl.double(), expected, rtol=1e-3, atol=1e-6)
@@ -107,7 +104,7 @@ def test_a_layer_without_evictions_moves_nothing_and_the_only_one_with_any_moves
     for layer in range(2):
         evicted_at = rollout.evicted_at.clone()
         evicted_at[:, 1 - layer] = NEVER
-        found = layer_kls(backbone, replace(rollout, evicted_at=evicted_at), 1.0)
+        found = layer_kls(backbone, rollout.with_record(evicted_at=evicted_at), 1.0)
         assert (found[1 - layer] == 0).all()
         assert torch.equal(found[layer], found[-1])
         assert found[layer].mean() > 1e-3

@@ -40,7 +40,7 @@ def test_a_lifetime_counts_the_queries_that_saw_the_key():
 def test_a_token_is_affected_once_its_query_misses_a_key_in_any_head():
     # Queries of columns 3 and 4 miss keys in some head, that of column 2 misses none.
     assert affected_shares(TWO_HEADS) == pytest.approx({"kv/affected": 2 / 3, "kv/affected_rows": 1.0})
-    one_head = replace(TWO_HEADS, evicted_at=TWO_HEADS.evicted_at[:, :, :1])
+    one_head = TWO_HEADS.with_record(evicted_at=TWO_HEADS.evicted_at[:, :, :1])
     assert affected_shares(one_head)["kv/affected"] == pytest.approx(1 / 3)
     # What is no token never was a key; an eviction after the last query affects nobody.
     late = one_row([[[0, 5, N, N, N, N]], [[N] * 6]], n_pad=1, n_prompt=2)
@@ -96,7 +96,7 @@ def test_counts_of_a_rollout_agree_with_their_definitions():
     every, last = retained_fraction(rollout)
     torch.testing.assert_close(every, expected)
     assert 0 < last.mean() < every.mean() < 1
-    late = replace(rollout, evicted_at=torch.where(rollout.evicted_at < N, rollout.evicted_at + 1, N))
+    late = rollout.with_record(evicted_at=torch.where(rollout.evicted_at < N, rollout.evicted_at + 1, N))
     assert (retained_fraction(late)[0] - expected).abs().min() > 1e-3
 
 

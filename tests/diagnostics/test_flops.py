@@ -23,9 +23,8 @@ from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.backbone import hidden_states
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
-from lit_rlkv.types import NEVER, Rollout
-from tests.hand_built import make_datamodule, make_roles
+from lit_rlkv.types import NEVER, Record, Rollout
+from tests.hand_built import make_datamodule, make_roles, replayed
 from tests.models_zoo import FAMILIES, HEAD_DIM, HIDDEN, LAYERS, VOCAB, build, tiny_config, tiny_model
 
 N = NEVER
@@ -123,11 +122,11 @@ def products(run) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_of_full_training_are_those_that_torch_counts(family: str):
     model, input_ids = tiny_model(family), torch.arange(24).view(2, 12) % VOCAB
-    evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
+    record = Record(torch.full((2, 1, 1, 12), N, dtype=torch.int32))
     positions = torch.arange(12).expand(2, -1)
     costs = flop_costs(model)
     assert costs is not None
-    forward = partial(hidden_states, model, input_ids, positions, evicted_at=evicted_at)
+    forward = partial(hidden_states, model, input_ids, positions, record=record)
     with torch.no_grad():
         assert products(forward) == 24 * costs.forward_per_token
     both = products(lambda: forward().sum().backward())
@@ -138,14 +137,12 @@ def test_products_of_full_training_are_those_that_torch_counts(family: str):
 def test_products_of_lora_are_those_that_torch_counts_but_for_the_states_of_the_first_layer():
     model, input_ids = lora_model(), torch.arange(24).view(2, 12) % VOCAB
     model = prepare_backbone(model)
-    evicted_at = torch.full((2, 1, 1, 12), N, dtype=torch.int32)
+    record = Record(torch.full((2, 1, 1, 12), N, dtype=torch.int32))
     positions = torch.arange(12).expand(2, -1)
     with use_adapter(lora_layers(model), "policy"):
         costs = flop_costs(model)
         assert costs is not None
-        counted = products(
-            lambda: hidden_states(model, input_ids, positions, evicted_at=evicted_at).sum().backward()
-        )
+        counted = products(lambda: hidden_states(model, input_ids, positions, record=record).sum().backward())
     # The embeddings are frozen, so nobody asks q, k and v of the first layer for the gradient of their input.
     unneeded = 2 * (2 * HIDDEN * HIDDEN + 3 * LORA.rank * HIDDEN)
     assert counted == 24 * (costs.forward_per_token + costs.backward_per_token - unneeded)
@@ -166,7 +163,9 @@ def two_responses() -> Rollout:
     attention_mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]]).bool()
     response_mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]).bool()
     evicted_at = torch.tensor([[[[0, 3, 4, N, N, N]]], [[[0, N, N, N, 0, 0]]]], dtype=torch.int32)
-    return Rollout(torch.zeros(2, 6).long(), attention_mask, response_mask, torch.zeros(2, 6), evicted_at, 0)
+    return Rollout(
+        torch.zeros(2, 6).long(), attention_mask, response_mask, torch.zeros(2, 6), Record(evicted_at), 0
+    )
 
 
 def test_the_sampler_reads_a_prompt_once_and_a_response_without_its_last_token():
@@ -190,15 +189,16 @@ def test_tokens_given_between_turns_are_read_and_have_no_logits():
 
 def test_pairs_of_a_rollout_are_counted_as_they_are_defined():
     rollout = make_datamodule(make_roles(), rollout={"n_prompts": 6}, group_size=1).collect().rollout
-    is_seen = visible(replay_evicted_at(rollout))
-    assert int(learner_work(replay_evicted_at(rollout), 2, 2).n_pairs) == int(is_seen.sum())
+    seen, dense = (replayed(rollout, shadow=shadow).evicted_at for shadow in (True, False))
+    is_seen = visible(seen)
+    assert int(learner_work(seen, 2, 2).n_pairs) == int(is_seen.sum())
     # The sampler asked with every token but the last of each row, and read prompts before it evicted.
     is_asked = rollout.attention_mask & response_queries(rollout.attention_mask)
     of_sampler = is_seen.sum(dim=(1, 2, 4))[is_asked].sum()
     work, _ = rollout_work(rollout, group_size=1)
     assert int(work.n_pairs) == int(of_sampler)
     assert int(work.n_tokens) == int(is_asked.sum())
-    assert not torch.equal(of_sampler, visible(dense_evicted_at(rollout.attention_mask)).sum() * 4)
+    assert not torch.equal(of_sampler, visible(dense).sum() * 4)
 
 
 CUDA = torch.device("cuda", 0)

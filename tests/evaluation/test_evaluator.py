@@ -97,7 +97,7 @@ def test_the_mismatch_is_the_mean_log_ratio_of_sampler_and_dense_learner(rollout
     assert row.kl == pytest.approx(kl(sampled, temperature), abs=1e-5)
     assert row.replay_gap < 1e-4
     # the control: a learner at another temperature, over all tokens, with experts of its own
-    without = replace(sampled, sampling_masks=None, expert_ids=None)
+    without = sampled.with_record(sampling_masks=None, expert_ids=None)
     assert row.kl != pytest.approx(kl(without, 1.0), abs=1e-4)
 
 
@@ -105,7 +105,7 @@ def test_scored_responses_have_a_truncation_of_their_own():
     greedy = make_evaluator().score_cache(SPARSE)
     nearly = make_evaluator(temperature=1.0, top_k=1, rollout={"top_p": 0.5}).score_cache(SPARSE)
     assert [s.completion for s in nearly.samples] == [s.completion for s in greedy.samples]
-    assert int(nearly.rollout.sampling_masks.counts.max()) > 1
+    assert int(nearly.rollout.record.sampling_masks.counts.max()) > 1
     free = make_evaluator(temperature=1.0).score_cache(SPARSE)
     assert [s.completion for s in free.samples] != [s.completion for s in greedy.samples]
 

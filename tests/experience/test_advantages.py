@@ -15,7 +15,7 @@ from lit_rlkv.experience.advantages import (
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.rewards.judges import right_then_short
-from lit_rlkv.types import NEVER, Problem, Rewards, Rollout
+from lit_rlkv.types import NEVER, Problem, Record, Rewards, Rollout
 from tests.hand_built import DigitsAreGood
 
 # One column of prompt, then responses of three, two, one and two actions.
@@ -33,7 +33,7 @@ def make_experience(rewards: list[float], **given: Tensor) -> Experience:
         attention_mask=attention_mask,
         response_mask=IS_ACTION,
         rollout_logps=zeros,
-        evicted_at=torch.where(attention_mask, NEVER, 0).int()[:, None, None],
+        record=Record(torch.where(attention_mask, NEVER, 0).int()[:, None, None]),
         kv_bytes=0,
     )
     problems = [Problem("a", "", ""), Problem("a", "", ""), Problem("b", "", ""), Problem("b", "", "")]

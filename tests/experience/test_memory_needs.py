@@ -68,7 +68,7 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows, dtype):
     assert found(data.settings) == rollout.kv_bytes
     assert found(replace(data.settings, max_rows=4)) != rollout.kv_bytes
     if dtype is not None:  # the pools of rows have one more column each, and end tokens cut the rollout
-        assert rollout.record_bytes["rounding_record"] <= found(data.settings, "record of codes")
+        assert rollout.record.part_bytes["codes"] <= found(data.settings, "record of codes")
         whole = make_datamodule(roles, ARMS[arm], SPEC, rollout={"max_rows": max_rows}).collect().rollout
         assert found(data.settings, "numbers of a layer's codes") == whole.kv_bytes / 2  # of two layers
 
@@ -87,7 +87,7 @@ def test_what_the_sampler_keeps_is_a_need_of_its_own():
     assert needs(top_k=20)[record] == 16 * 10 * 20 * 4
     assert needs(top_k=99)[record] == 16 * 10 * 51 * 4
     assert needs(top_p=0.9, max_rows=8)["sorted logits of a step"] == 8 * 51 * 26
-    found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.sampling_masks
+    found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.record.sampling_masks
     assert found.token_ids.nbytes <= needs(top_k=20)[record]
 
 

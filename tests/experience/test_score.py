@@ -1,6 +1,5 @@
 """Scores of the roles, by shared and by single forwards."""
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,9 +12,9 @@ from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at, replay_logps, response_hidden
-from lit_rlkv.types import Rollout
-from tests.hand_built import make_datamodule, make_roles, shift
+from lit_rlkv.models.replay import replay_logps, response_hidden
+from lit_rlkv.types import Codes, Rollout
+from tests.hand_built import make_datamodule, make_roles, replayed, shift
 
 TEMPERATURE = 0.7
 VIEWS = {
@@ -43,19 +42,14 @@ def rollout() -> Rollout:
 
 def alone(roles: Roles, role: str, shadow: bool) -> Tensor:
     """Return the scores of one role alone."""
-    read, evicted_at = (
-        rollout(),
-        replay_evicted_at(rollout()) if shadow else dense_evicted_at(rollout().attention_mask),
-    )
+    read, record = rollout(), replayed(rollout(), shadow=shadow)
     with torch.no_grad(), acting_as(roles, role) as backbone:
         if role in ("policy", "reference"):
             return replay_logps(backbone, read, shadow=shadow, temperature=TEMPERATURE)
         if role == "value":
             values = roles.head("value")(response_hidden(backbone, read, shadow=shadow))
             return torch.zeros(read.input_ids.shape).masked_scatter(read.response_mask, values)
-        hidden = hidden_states(
-            backbone, read.input_ids, token_positions(read.attention_mask), evicted_at=evicted_at
-        )
+        hidden = hidden_states(backbone, read.input_ids, token_positions(read.attention_mask), record=record)
     rewards = []
     for row, attention_mask in enumerate(read.attention_mask):
         last = int(attention_mask.nonzero().max())
@@ -87,7 +81,7 @@ def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass, 
 def test_only_views_of_the_sampler_are_rounded(stacks_passes: bool):
     *rows, n_columns = rollout().evicted_at.shape
     record = torch.zeros(*rows, 2 * record_bytes(8, "int4"), n_columns, dtype=torch.uint8)
-    rounded = replace(rollout(), cache_dtype="int4", rounding_record=record)
+    rounded = rollout().with_record(codes=Codes("int4", record))
     views = VIEWS["as a replaying learner asks"] | {"policy": True}
     settings = {"temperature": TEMPERATURE, "stacks_passes": stacks_passes}
     found = score_rollout(roles_of("hydra"), rounded, views, **settings)
@@ -150,7 +144,7 @@ def shapes_of_forwards(layout: str, views: dict[str, bool], **options) -> list[t
     handles = [
         roles.named_backbone(name).base_model.register_forward_pre_hook(
             # of the table, because the tokens may be a flat sequence
-            lambda module, args, kwargs: shapes.append((*kwargs["evicted_at"].shape[::3],)),
+            lambda module, args, kwargs: shapes.append((*kwargs["replay"].record.evicted_at.shape[::3],)),
             with_kwargs=True,
         )
         for name in roles.backbones

@@ -105,7 +105,8 @@ def log_probs(
     model: PreTrainedModel, rollout: Rollout, temperature: float, rows: Mapping[int, int] | None = None
 ) -> tuple[Tensor, Layers]:
     """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
-    layers = Layers(seen(rollout), rows, rounding=rollout.cache_dtype)
+    codes = rollout.record.codes
+    layers = Layers(seen(rollout), rows, rounding=None if codes is None else codes.dtype)
     model.set_attn_implementation(NAME)
     mask = rollout.attention_mask.long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -142,7 +143,7 @@ def gradient_errors(model: nn.Module, own_model: nn.Module) -> dict[str, float]:
 
 def sets(rollout: Rollout) -> list[tuple[int, int, set[int]]]:
     """Row, column and recorded ids of each response token; none without a record."""
-    masks = rollout.sampling_masks
+    masks = rollout.record.sampling_masks
     if masks is None:
         return []
     ids, found = iter(masks.token_ids.tolist()), []

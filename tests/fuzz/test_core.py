@@ -202,7 +202,7 @@ EXAMPLE = Case(family="llama", n_layers=2, n_kv_heads=2, n_groups=2, head_dim=8,
 def test_a_record_shifted_by_one_column_is_caught_by_the_own_forward():
     rollout, _ = check(EXAMPLE)
     is_evicted = (rollout.evicted_at > 0) & (rollout.evicted_at != NEVER)
-    shifted = replace(rollout, evicted_at=rollout.evicted_at + is_evicted)
+    shifted = rollout.with_record(evicted_at=rollout.evicted_at + is_evicted)
     own, _ = explicit.log_probs(EXAMPLE.model(), shifted, 1.0)
     assert (own - rollout.rollout_logps).abs().max() > 1e-2
 
@@ -216,7 +216,7 @@ def test_a_record_of_another_policy_is_caught_by_the_formulas():
 def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
     case = replace(EXAMPLE, spec=replace(EXAMPLE.spec, policy="keydiff"))
     rollout, layers = check(case)
-    swapped = replace(rollout, evicted_at=rollout.evicted_at.flip(2))
+    swapped = rollout.with_record(evicted_at=rollout.evicted_at.flip(2))
     assert len(explicit.wrong_evictions(swapped, layers, case.spec)) > 10
 
 
@@ -224,7 +224,7 @@ def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
 def test_a_learner_that_does_not_round_is_caught_by_the_own_forward(dtype: str):
     case = replace(EXAMPLE, spec=replace(EXAMPLE.spec, dtype=dtype))
     rollout, _ = check(case)
-    own, _ = explicit.log_probs(case.model(), replace(rollout, cache_dtype=None), 1.0)
+    own, _ = explicit.log_probs(case.model(), rollout.with_record(codes=None), 1.0)
     assert (own - rollout.rollout_logps).abs().max() > 2e-3
 
 

@@ -163,7 +163,7 @@ def test_a_window_that_ends_a_column_early_is_caught_by_the_own_forward():
     rollout = check(EXAMPLE)
     early = rollout.evicted_at.clone()
     early[:, 0] = torch.where(early[:, 0] < NEVER, early[:, 0] - 1, early[:, 0])
-    own, _ = explicit.log_probs(EXAMPLE.model(), replace(rollout, evicted_at=early), 1.0, EXAMPLE.rows)
+    own, _ = explicit.log_probs(EXAMPLE.model(), rollout.with_record(evicted_at=early), 1.0, EXAMPLE.rows)
     assert (own - rollout.rollout_logps).abs().max() > 1e-3
 
 

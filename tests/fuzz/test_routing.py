@@ -98,7 +98,7 @@ def errors(case: Case, rollout: Rollout, *, replayed: Rollout | None = None) -> 
     weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
     found = replay_logps(model, replayed or rollout, temperature=case.temperature)
     (found * weight).sum().backward()
-    with given_experts(own_model, rollout.expert_ids):
+    with given_experts(own_model, rollout.record.expert_ids):
         own, _ = explicit.log_probs(own_model, rollout, case.temperature)
     (own * weight).sum().backward()
     return float((found - own).detach().abs().max()), max(explicit.gradient_errors(model, own_model).values())
@@ -106,7 +106,7 @@ def errors(case: Case, rollout: Rollout, *, replayed: Rollout | None = None) -> 
 
 def check(case: Case) -> Rollout:
     rollout = case.rollout(prepare_backbone(case.model()), record_routing=True)
-    assert rollout.expert_ids is not None
+    assert rollout.record.expert_ids is not None
     logps, gradients = errors(case, rollout)
     assert logps < 1e-4
     assert gradients < 1e-3
@@ -116,7 +116,7 @@ def check(case: Case) -> Rollout:
     column = torch.arange(rollout.input_ids.shape[1])
     last = (column * rollout.attention_mask).amax(dim=1, keepdim=True)
     is_read = (rollout.attention_mask & (column < last))[:, None, None]
-    assert torch.equal(rollout.expert_ids != OWN_CHOICE, is_read.expand_as(rollout.expert_ids))
+    assert torch.equal(rollout.record.expert_ids != OWN_CHOICE, is_read.expand_as(rollout.record.expert_ids))
     return rollout
 
 
@@ -141,13 +141,13 @@ EXAMPLE = Case(
 def test_the_comparison_catches_experts_of_today_and_those_of_another_token(family: str):
     case = replace(EXAMPLE, family=family)
     rollout = check(case)
-    assert rollout.expert_ids is not None
+    assert rollout.record.expert_ids is not None
     wrong = {
-        "chosen anew": replace(rollout, expert_ids=None),
-        "of the token before": replace(rollout, expert_ids=rollout.expert_ids.roll(1, dims=-1)),
+        "chosen anew": rollout.with_record(expert_ids=None),
+        "of the token before": rollout.with_record(expert_ids=rollout.record.expert_ids.roll(1, dims=-1)),
     }
-    if rollout.expert_ids.shape[1] > 1:
-        wrong["of the other layer"] = replace(rollout, expert_ids=rollout.expert_ids.flip(1))
+    if rollout.record.expert_ids.shape[1] > 1:
+        wrong["of the other layer"] = rollout.with_record(expert_ids=rollout.record.expert_ids.flip(1))
     for name, other in wrong.items():
         assert min(errors(case, rollout, replayed=other)) > 1e-2, name
 
@@ -161,6 +161,6 @@ def test_weights_of_another_family_are_caught():
     found = []
     for model in (own, normalised):
         perturb(model, case.update)
-        with torch.no_grad(), given_experts(model, rollout.expert_ids):
+        with torch.no_grad(), given_experts(model, rollout.record.expert_ids):
             found.append(explicit.log_probs(model, rollout, 1.0)[0])
     assert float((found[0] - found[1]).abs().max()) > 1e-2

@@ -4,7 +4,6 @@ Log-probs and gradients are compared with a forward of transformers' model, and 
 over sorted probabilities. Every case has its control: the same record with one more rank in each set.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,28 +33,28 @@ def truncations(draw: Any) -> dict[str, Any]:
 
 def with_one_more_rank(rollout: Rollout, layers: explicit.Layers) -> Rollout:
     """The rollout with the likeliest dropped token added to each set."""
-    assert rollout.sampling_masks is not None
-    counts, ids = rollout.sampling_masks.counts.clone(), []
+    assert rollout.record.sampling_masks is not None
+    counts, ids = rollout.record.sampling_masks.counts.clone(), []
     for row, column, kept in explicit.sets(rollout):
         ranked = layers.logits[row, column - 1].argsort(descending=True).tolist()
         more = [token for token in ranked if token not in kept][:1]
         counts[row, column] = len(kept) + len(more)
         ids += [*sorted(kept), *more]
-    return replace(rollout, sampling_masks=SamplingMasks(counts, torch.tensor(ids, dtype=torch.int32)))
+    return rollout.with_record(sampling_masks=SamplingMasks(counts, torch.tensor(ids, dtype=torch.int32)))
 
 
 def check_with_control(case: Case, options: dict[str, Any]) -> float:
     """Check the record, and return the gap of its control."""
     rollout, layers = check(case, **options)
-    assert rollout.sampling_masks is not None
-    assert torch.equal(rollout.sampling_masks.counts > 0, rollout.response_mask)
+    assert rollout.record.sampling_masks is not None
+    assert torch.equal(rollout.record.sampling_masks.counts > 0, rollout.response_mask)
     assert explicit.wrong_sets(rollout, layers, **options) == []
     wrong = with_one_more_rank(rollout, layers)
     with torch.no_grad():
         own, _ = explicit.log_probs(case.model(), wrong, case.temperature)
         replayed = replay_logps(prepare_backbone(case.model()), wrong, temperature=case.temperature)
     assert (replayed - own).abs().max() < 1e-4
-    is_whole = bool((rollout.sampling_masks.counts[rollout.response_mask] == VOCAB).all())
+    is_whole = bool((rollout.record.sampling_masks.counts[rollout.response_mask] == VOCAB).all())
     assert is_whole or explicit.wrong_sets(wrong, layers, **options) != []
     return float((replayed - rollout.rollout_logps).abs().max())
 

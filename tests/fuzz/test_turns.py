@@ -43,8 +43,7 @@ class Conversation(Case):
                     n = torch.tensor([n_given[row] for row in rows])
                     is_token = torch.arange(int(n.max())) >= int(n.max()) - n[:, None]
                     decoder.feed(rows, torch.randint(1, VOCAB, is_token.shape, generator=generator), is_token)
-        rows, spec = decoder.read_rows(range(n_rows)), self.spec
-        return as_rollout(rows, is_prompt, decoder.kv.kv_bytes, self.temperature, spec.dtype)
+        return as_rollout(decoder, decoder.read_rows(range(n_rows)), is_prompt)
 
 
 @st.composite

@@ -115,8 +115,8 @@ def test_top_k_top_p_and_min_p_reach_the_rollout(model, tokenizer, prompts, opti
     output = generated(model, prompts, do_sample=True, return_dict_in_generate=True, **options)
     expected = sampled(model, tokenizer, prompts, **taken)
     assert torch.equal(output.sequences, expected.input_ids)
-    masks = output.rollout.sampling_masks
-    assert torch.equal(masks.token_ids, expected.sampling_masks.token_ids)
+    masks = output.rollout.record.sampling_masks
+    assert torch.equal(masks.token_ids, expected.record.sampling_masks.token_ids)
     assert 0 < int(masks.counts.max()) < len(tokenizer)
     temperature = taken.get("temperature", 1.0)
     gap = replay_logps(model, output.rollout, temperature=temperature) - output.rollout.rollout_logps

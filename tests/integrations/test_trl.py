@@ -1,7 +1,5 @@
 """The trainers of TRL that evict: TRL's own losses without evictions, and exact replay with them."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("trl")
@@ -101,7 +99,7 @@ def test_the_learner_rounds_as_the_sampler_did(model, tmp_path):
     class Forgets(EvictingGRPOTrainer):
         def _generate_single_turn(self, *args, **kwargs):
             found = super()._generate_single_turn(*args, **kwargs)
-            self._rollout = replace(self._rollout, cache_dtype=None)
+            self._rollout = self._rollout.with_record(codes=None)
             return found
 
     _, rows = train(model, tmp_path, cache_dtype="int4")
@@ -139,7 +137,7 @@ def test_evictions_that_are_one_query_late_are_caught(model, tmp_path):
         def _generate_single_turn(self, *args, **kwargs):
             found = super()._generate_single_turn(*args, **kwargs)
             is_evicted = (self._rollout.evicted_at > 0) & (self._rollout.evicted_at < NEVER)
-            self._rollout = replace(self._rollout, evicted_at=self._rollout.evicted_at + is_evicted)
+            self._rollout = self._rollout.with_record(evicted_at=self._rollout.evicted_at + is_evicted)
             return found
 
     _, rows = train(model, tmp_path, trainer=Late, max_steps=1)

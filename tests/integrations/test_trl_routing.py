@@ -1,7 +1,5 @@
 """replay_routing through TRL's trainers: the learner takes the experts of the sampler's routers."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("trl")
@@ -36,9 +34,9 @@ def shifted(trainer):
     class Shifted(trainer):
         def sample(self, prompt_ids):
             found = super().sample(prompt_ids)
-            ids = self._rollout.expert_ids
+            ids = self._rollout.record.expert_ids
             others = torch.where(ids == OWN_CHOICE, ids, (ids + 1) % N_EXPERTS)
-            self._rollout = replace(self._rollout, expert_ids=others)
+            self._rollout = self._rollout.with_record(expert_ids=others)
             return found
 
     return Shifted

@@ -1,7 +1,5 @@
 """top_k, top_p and min_p through TRL's trainers: the learner renormalises over the tokens that were kept."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("trl")
@@ -62,7 +60,7 @@ def test_without_the_record_of_kept_tokens_the_gap_is_far_above(model, tmp_path,
     class Forgetful(trainer):
         def sample(self, prompt_ids):
             found = super().sample(prompt_ids)
-            self._rollout = replace(self._rollout, sampling_masks=None)
+            self._rollout = self._rollout.with_record(sampling_masks=None)
             return found
 
     _, rows = train(model, tmp_path, trainer=Forgetful, max_steps=1, **TOP_P)
@@ -78,7 +76,7 @@ def test_sets_of_the_whole_vocabulary_give_the_losses_of_trl(model, tmp_path, tr
     recorder = Recorder()
     everything = {"top_k": len(tokenizer())}
     ours, rows = train(model, tmp_path, trainer=trainer, reward=recorder, **KEEPS_ALL | options | everything)
-    assert ours._rollout.sampling_masks is not None
+    assert ours._rollout.record.sampling_masks is not None
     _, plain_rows = train_plain(model, tmp_path, recorder, trainer=trainer, **options)
     for row, expected in zip(rows, plain_rows, strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy", "kl"):
@@ -141,7 +139,7 @@ def test_the_reference_is_renormalised_too(model, tmp_path):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             rollout = self._rollout
             if not torch.is_grad_enabled():
-                self._rollout = replace(rollout, sampling_masks=None)
+                self._rollout = rollout.with_record(sampling_masks=None)
             found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             self._rollout = rollout
             return found

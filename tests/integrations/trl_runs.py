@@ -10,7 +10,7 @@ from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
 from lit_rlkv.integrations.trl.batches import rollout_of
 from lit_rlkv.models.backbone import head_logits, hidden_states, token_positions
 from lit_rlkv.models.presets import tiny_qwen3
-from lit_rlkv.models.replay import replay_evicted_at
+from tests.hand_built import replayed
 
 PROMPTS = ["2+3=", "40+2=1", "7+8=", "100+11=", "1", "9+9+9+9=", "3+3=", "12+5="]
 IN_TWO_PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -155,7 +155,7 @@ class Watched(EvictingGRPOTrainer):
 def kept_logits(logits, batch):
     """Return the logits of the completion with -inf for the tokens that the sampler did not keep."""
     rollout = rollout_of(batch["rollout_rows"])
-    masks, is_kept = rollout.sampling_masks, torch.ones_like(logits, dtype=torch.bool)
+    masks, is_kept = rollout.record.sampling_masks, torch.ones_like(logits, dtype=torch.bool)
     places = rollout.response_mask[:, -logits.shape[1] :].nonzero().tolist()
     counts = masks.counts[rollout.response_mask].tolist()
     for (row, column), ids in zip(places, masks.token_ids.long().split(counts), strict=True):
@@ -172,8 +172,8 @@ def completion_logits(model, batch, *, shadow):
     positions = token_positions(mask)
     if shadow:
         prepare_backbone(model)
-        evicted_at = replay_evicted_at(rollout_of(batch["rollout_rows"]))
-        logits = head_logits(model, hidden_states(model, input_ids, positions, evicted_at=evicted_at))
+        record = replayed(rollout_of(batch["rollout_rows"]))
+        logits = head_logits(model, hidden_states(model, input_ids, positions, record=record))
     else:
         model.set_attn_implementation("eager")
         logits = model(input_ids, attention_mask=mask, position_ids=positions).logits

@@ -1,7 +1,6 @@
 """Invariants 1 and 4: a budget that is never reached changes nothing, nor does how a batch is arranged."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.experience.sample import widened
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.objectives.clipped import clipped_surrogate
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import Rollout
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
 
 N_NEW = 16
@@ -70,21 +70,8 @@ def compressed() -> Rollout:
 
 
 def pad(rollout: Rollout, n_left: int, n_right: int) -> Rollout:
-    """The same sequences with more padding around them; evictions are columns and move along."""
-    sides = (n_left, n_right)
-    moved = torch.where(
-        (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER),
-        rollout.evicted_at + n_left,
-        rollout.evicted_at,
-    )
-    return replace(
-        rollout,
-        input_ids=F.pad(rollout.input_ids, sides, value=PAD),
-        attention_mask=F.pad(rollout.attention_mask, sides),
-        response_mask=F.pad(rollout.response_mask, sides),
-        rollout_logps=F.pad(rollout.rollout_logps, sides),
-        evicted_at=F.pad(moved, sides),
-    )
+    """The same sequences with more padding around them."""
+    return widened(rollout, rollout.input_ids.shape[1] + n_left + n_right, PAD, n_left)
 
 
 def loss_of(rollout: Rollout, n_response_tokens: Tensor) -> Tensor:
@@ -137,7 +124,7 @@ def test_the_comparison_catches_denominators_of_the_micro_batch():
 def test_the_comparison_catches_evictions_that_did_not_move_with_the_padding():
     expected = loss_and_gradients([compressed()], of_the_whole_step)
     padded = pad(compressed(), n_left=3, n_right=2)
-    stale = replace(padded, evicted_at=F.pad(compressed().evicted_at, (3, 2)))
+    stale = padded.with_record(evicted_at=F.pad(compressed().evicted_at, (3, 2)))
     assert largest_difference(loss_and_gradients([stale], of_the_whole_step), expected) > 1e-2
 
 

@@ -1,6 +1,5 @@
 """Given tokens, in prompts and within responses: what the learner replays is what the sampler saw."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -66,7 +65,7 @@ def converse(
         too_many = torch.ones(1, N_NEW, dtype=torch.long)
         with pytest.raises(ValueError, match="fewer tokens, or raise max_new_tokens"):
             decoder.feed([0], too_many, too_many.bool())
-    return as_rollout(decoder.read_rows(range(n_rows)), is_prompt, decoder.kv.kv_bytes, 1.0)
+    return as_rollout(decoder, decoder.read_rows(range(n_rows)), is_prompt)
 
 
 def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> float:
@@ -176,7 +175,7 @@ def moved(rollout: Rollout, move: Any) -> Rollout:
     is_moved = died(rollout) & (rollout.evicted_at < max(LENS))
     born = torch.arange(rollout.evicted_at.shape[-1])
     times = torch.maximum(move(rollout.evicted_at), born + 1).int()
-    return replace(rollout, evicted_at=torch.where(is_moved, times, rollout.evicted_at))
+    return rollout.with_record(evicted_at=torch.where(is_moved, times, rollout.evicted_at))
 
 
 @pytest.mark.parametrize(("policy", "chunk"), diagonal(POLICIES, [3, 9]))
@@ -230,11 +229,11 @@ def test_experts_and_sampling_masks_of_given_tokens_are_recorded_and_left_out():
     options = {"top_k": 5, "record_routing": True}
     rollout = converse(model, spec_of("h2o"), 4, **options)
     assert gap(model, rollout) < TOLERANCE
-    assert rollout.sampling_masks is not None
-    assert torch.equal(rollout.sampling_masks.counts > 0, rollout.response_mask)
-    assert rollout.expert_ids is not None
+    assert rollout.record.sampling_masks is not None
+    assert torch.equal(rollout.record.sampling_masks.counts > 0, rollout.response_mask)
+    assert rollout.record.expert_ids is not None
     is_read = rollout.attention_mask & torch.nn.functional.pad(rollout.attention_mask[:, 1:], (0, 1))
-    assert torch.equal((rollout.expert_ids >= 0).all(dim=(1, 2)), is_read)
+    assert torch.equal((rollout.record.expert_ids >= 0).all(dim=(1, 2)), is_read)
 
 
 def test_a_chunk_of_no_tokens_is_refused():

@@ -1,6 +1,5 @@
 """Invariant 4, of the kernels: Triton changes neither rollouts nor log-probs nor gradients."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_kernels_read_the_codes_of_a_rounded_cache(dtype: str):
     is_token = rollout.response_mask
     with use_kernels("triton"), torch.no_grad():
         logps = replay_logps(model_of("llama"), rollout)
-        blind = replay_logps(model_of("llama"), replace(rollout, cache_dtype=None))
+        blind = replay_logps(model_of("llama"), rollout.with_record(codes=None))
     assert (logps - rollout.rollout_logps)[is_token].abs().max() < 1e-4
     assert (blind - rollout.rollout_logps)[is_token].abs().median() > 3e-4
 
@@ -108,6 +107,6 @@ def test_the_comparison_catches_an_eviction_too_late():
     late = torch.where(
         rollout.evicted_at < NEVER, rollout.evicted_at + (rollout.evicted_at > 0), rollout.evicted_at
     )
-    shifted = Rollout(**{**vars(rollout), "evicted_at": late})
+    shifted = rollout.with_record(evicted_at=late)
     fast, plain = logps_and_gradients("triton", shifted), logps_and_gradients("reference", rollout)
     assert (fast[0] - plain[0]).abs().max() > 1e-2

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,9 +12,10 @@ from transformers import PreTrainedModel
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.replay import replay_evicted_at, response_logps
+from lit_rlkv.models.replay import response_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
+from tests.hand_built import replayed
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
 
 TOLERANCE = 1e-4
@@ -79,12 +79,12 @@ def test_the_gap_is_rounding_and_vanishes_in_float64(policy: str):
 def shift_evictions(rollout: Rollout, shift: int) -> Rollout:
     """Every evicted_at that was recorded, so many columns later."""
     died = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
-    return replace(rollout, evicted_at=torch.where(died, rollout.evicted_at + shift, rollout.evicted_at))
+    return rollout.with_record(evicted_at=torch.where(died, rollout.evicted_at + shift, rollout.evicted_at))
 
 
 def permute_evicted_at(rollout: Rollout, dim: int) -> Rollout:
     """Each layer or KV head with its neighbour's evictions; those of padding are the same in all."""
-    return replace(rollout, evicted_at=rollout.evicted_at.roll(1, dims=dim))
+    return rollout.with_record(evicted_at=rollout.evicted_at.roll(1, dims=dim))
 
 
 CONTROLS: dict[str, Callable[[Rollout], Rollout]] = {
@@ -93,11 +93,11 @@ CONTROLS: dict[str, Callable[[Rollout], Rollout]] = {
     "evictions an interval too late": lambda rollout: shift_evictions(rollout, SPEC["interval"]),
     "layers swapped": lambda rollout: permute_evicted_at(rollout, 1),
     "KV heads swapped": lambda rollout: permute_evicted_at(rollout, 2),
-    "one layer's mask for all": lambda rollout: replace(
-        rollout, evicted_at=rollout.evicted_at[:, :1].expand_as(rollout.evicted_at)
+    "one layer's mask for all": lambda rollout: rollout.with_record(
+        evicted_at=rollout.evicted_at[:, :1].expand_as(rollout.evicted_at)
     ),
-    "the union over heads": lambda rollout: replace(
-        rollout, evicted_at=rollout.evicted_at.amax(2, keepdim=True).expand_as(rollout.evicted_at)
+    "the union over heads": lambda rollout: rollout.with_record(
+        evicted_at=rollout.evicted_at.amax(2, keepdim=True).expand_as(rollout.evicted_at)
     ),
 }
 SAME_IN_ALL_LAYERS_AND_HEADS = {"streaming"}
@@ -139,8 +139,8 @@ def test_positions_that_close_up_after_an_eviction_are_caught():
     model, rollout = tiny_model("qwen3"), sampled("qwen3", "snapkv", 2)
 
     def gap_at(positions: Tensor) -> float:
-        evicted_at = replay_evicted_at(rollout)[..., :-1]
-        hidden = hidden_states(model, rollout.input_ids[:, :-1], positions[:, :-1], evicted_at=evicted_at)
+        record = replayed(rollout).until(-1)
+        hidden = hidden_states(model, rollout.input_ids[:, :-1], positions[:, :-1], record=record)
         logps = response_logps(model, rollout, hidden[rollout.response_mask[:, 1:]], temperature=1.0)
         return float((logps - rollout.rollout_logps).detach().abs().max())
 

@@ -64,25 +64,28 @@ def by_itself(rollout: Rollout) -> Rollout:
 
     It has bytes for a record of each dtype.
     """
-    assert rollout.rounding_record is not None
-    return replace(rollout, rounding_record=0 * rollout.rounding_record.repeat(1, 1, 1, 2, 1))
+    return with_codes(rollout, record=0 * rollout.record.codes.record.repeat(1, 1, 1, 2, 1))
+
+
+def with_codes(rollout: Rollout, **changes: Any) -> Rollout:
+    return rollout.with_record(codes=replace(rollout.record.codes, **changes))
 
 
 @pytest.mark.parametrize(("policy", "dtype"), CROSS)
 def test_the_learner_replays_rounded_keys_and_values_exactly(policy: str, dtype: str):
     rollout = roll_out(in_double(), spec_of(policy, dtype))
-    assert rollout.cache_dtype == dtype
+    assert rollout.record.codes.dtype == dtype
     assert gap(in_double(), rollout) < TOLERANCE
-    assert gap(in_double(), rollout.rows(torch.tensor([2, 0]))) < TOLERANCE
     assert gap(in_double(), by_itself(rollout)) < TOLERANCE
-    for other in {None, *ROUNDINGS} - {dtype}:
-        assert gap(in_double(), replace(by_itself(rollout), cache_dtype=other)) > NOTICED, other
+    assert gap(in_double(), rollout.with_record(codes=None)) > NOTICED
+    for other in {*ROUNDINGS} - {dtype}:
+        assert gap(in_double(), with_codes(by_itself(rollout), dtype=other)) > NOTICED, other
 
 
 @pytest.mark.parametrize("dtype", ROUNDINGS)
 def test_a_dense_learner_does_not_round(dtype: str):
     rollout = roll_out(in_double(), spec_of("dense", dtype))
-    assert gap(in_double(), rollout, shadow=False) == gap(in_double(), replace(rollout, cache_dtype=None))
+    assert gap(in_double(), rollout, shadow=False) == gap(in_double(), rollout.with_record(codes=None))
 
 
 @pytest.mark.parametrize("family", every_nth(3, FAMILIES))
@@ -96,10 +99,10 @@ def test_chunks_turns_and_samples_that_share_a_prompt_take_the_codes_along(polic
     spec, model = spec_of(policy, dtype), in_double()
     options = {"prefill_chunk": 4, "num_return_sequences": 2, "max_rows": 3}
     assert gap(model, roll_out(model, spec, **options)) < TOLERANCE
-    rollout = replace(converse(model, spec, 4), cache_dtype=dtype)
+    rollout = converse(model, spec, 4)
     assert gap(model, rollout) < TOLERANCE
     assert gap(model, by_itself(rollout)) < TOLERANCE
-    assert gap(model, replace(rollout, cache_dtype=None)) > NOTICED
+    assert gap(model, rollout.with_record(codes=None)) > NOTICED
 
 
 @pytest.mark.parametrize(("dtype", "family"), diagonal(ROUNDINGS, test_sliding_windows.CASES))
@@ -111,7 +114,7 @@ def test_rings_of_windows_hold_codes(family: str, dtype: str):
     for options in ({}, {"prefill_chunk": 4}):
         rollout = roll_out(model, spec_of("h2o", dtype), max_new_tokens=40, **options)
         assert gap(model, rollout) < TOLERANCE
-        assert gap(model, replace(rollout, cache_dtype=None)) > NOTICED
+        assert gap(model, rollout.with_record(codes=None)) > NOTICED
 
 
 @pytest.mark.parametrize(("dtype", "name"), diagonal(ROUNDINGS, test_hybrids.CONFIGS))
@@ -119,7 +122,7 @@ def test_states_beside_the_keys_are_not_rounded(name: str, dtype: str):
     model = prepare_backbone(test_hybrids.hybrid(name))
     rollout = roll_out(model, spec_of("h2o", dtype))
     assert gap(model, rollout) < FLOAT32_TOLERANCE
-    assert gap(model, replace(rollout, cache_dtype=None)) > 5 * FLOAT32_TOLERANCE
+    assert gap(model, rollout.with_record(codes=None)) > 5 * FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", ROUNDINGS)
@@ -141,7 +144,7 @@ def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: s
     assert gap(model, rollout) < 1e-5
     assert gap(learner, rollout) < 1e-4
     assert gap(learner, by_itself(rollout)) > 2e-3
-    wrong = replace(rollout, rounding_record=rollout.rounding_record.roll(1, dims=-1))
+    wrong = with_codes(rollout, record=rollout.record.codes.record.roll(1, dims=-1))
     assert gap(model, wrong) > 2e-3
 
 
@@ -172,6 +175,6 @@ def test_a_learned_policy_with_a_budget_of_each_layer_is_replayed(dtype: str):
     held = (rollout.evicted_at == NEVER).sum(-1)  # at the end
     assert held[:, 0].min() > held[:, 1].max()
     assert gap(in_double(), rollout) < TOLERANCE
-    swapped = replace(rollout, evicted_at=rollout.evicted_at.roll(1, dims=1))
-    for wrong in (swapped, replace(rollout, cache_dtype=None)):
+    swapped = rollout.with_record(evicted_at=rollout.evicted_at.roll(1, dims=1))
+    for wrong in (swapped, rollout.with_record(codes=None)):
         assert gap(in_double(), wrong) > NOTICED

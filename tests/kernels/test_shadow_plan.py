@@ -5,7 +5,6 @@ from torch import Tensor
 from lit_rlkv.kernels.shadow_attention import SlotPlan, plan_slots
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.replay import replay_evicted_at
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER
 from tests.kernels.shadow_cases import cache_evictions, layer_plan, random_evictions
@@ -151,7 +150,7 @@ def test_the_evictions_of_a_real_rollout_have_a_plan():
         pad_token_id=0,
         generator=torch.Generator().manual_seed(0),
     )
-    evicted_at = replay_evicted_at(rollout)
+    evicted_at = rollout.record.view(rollout.attention_mask, shadow=True).evicted_at
     plan = plan_slots(evicted_at, 8)
     assert plan is not None
     for layer in range(evicted_at.shape[1]):

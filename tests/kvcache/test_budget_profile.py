@@ -84,7 +84,7 @@ def test_each_layer_is_cut_back_to_its_own_budget_and_replayed_exactly(policy: s
                 assert (held[layer] <= max(min(length + step, budget), 1)).all()
                 if step > 0 and length > budget:
                     assert (held[layer] == budget).all()
-    swapped = replace(rollout, evicted_at=rollout.evicted_at.roll(1, dims=1))
+    swapped = rollout.with_record(evicted_at=rollout.evicted_at.roll(1, dims=1))
     assert gap(swapped) > 100 * TOLERANCE  # twin: another layer's budget
 
 

@@ -1,7 +1,11 @@
+from itertools import product
+
 import pytest
 import torch
 
 from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.attention import Replay
+from lit_rlkv.types import Record
 from tests.models_zoo import FAMILIES, PAD, build, ragged_prompts, tiny_config
 
 
@@ -33,3 +37,17 @@ def test_attention_dropout_is_off_in_an_ordinary_call_too():
     assert not torch.equal(model(input_ids).logits, model(input_ids).logits)
     prepare_backbone(model)
     assert torch.equal(model(input_ids).logits, model(input_ids).logits)
+
+
+NAMES = ["record", "evicted_at", "sampling_masks", "codes", "expert_ids", "rounding"]
+
+
+@pytest.mark.parametrize(("family", "name"), [*product(["llama"], NAMES), *product(FAMILIES, NAMES[:2])])
+def test_a_record_that_a_call_would_ignore_is_refused(family: str, name: str):
+    input_ids, _ = ragged_prompts()
+    record = Record(torch.arange(1, input_ids.shape[1] + 1).int().expand(len(input_ids), 1, 1, -1))
+    model = prepare_backbone(build(tiny_config(family)))
+    with pytest.raises(ValueError, match=rf"takes no '{name}' .* a record by .*hidden_states"):
+        model(input_ids, **{name: record.evicted_at})
+    replayed = model(input_ids, replay=Replay(record), use_cache=False).logits
+    assert not torch.allclose(replayed, model(input_ids).logits, atol=1e-2)

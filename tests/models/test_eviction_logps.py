@@ -1,6 +1,5 @@
 """Tests of the evictions of a rollout as actions: what the table says is what the sampler chose."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -129,7 +128,7 @@ def test_decisions_and_their_log_probs_are_those_of_the_sampler(case: str):
 def test_the_comparison_notices_evictions_at_another_time():
     model, spec, rollout, seen = sampled("plain")
     is_time = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
-    later = replace(rollout, evicted_at=torch.where(is_time, rollout.evicted_at + 1, rollout.evicted_at))
+    later = rollout.with_record(evicted_at=torch.where(is_time, rollout.evicted_at + 1, rollout.evicted_at))
     logps, is_decision, _ = learner_logps(model, later, spec)
     expected = list(sampler_logps(rollout, seen, LAYERS).values())
     assert abs(float(logps[is_decision].sum()) - sum(expected)) > 1.0

@@ -11,10 +11,10 @@ from lit_rlkv.models.backbone import hidden_states, learner_states, token_positi
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.packing import packed
 from lit_rlkv.models.preparation import prepare_backbone
-from lit_rlkv.models.replay import dense_evicted_at, prompt_columns, replay_evicted_at
+from lit_rlkv.models.replay import prompt_columns
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER
-from tests.hand_built import make_model
+from lit_rlkv.types import NEVER, Record
+from tests.hand_built import make_model, replayed
 
 # Two prompts are equal up to their padding, and the third is longer than the budget.
 PROMPTS = torch.tensor([[0, 0, 5, 6, 7], [0, 5, 6, 7, 8], [9, 5, 6, 7, 8]])
@@ -43,25 +43,23 @@ def rollout(model):
     )
 
 
-def plain(model, rollout, evicted_at):
-    return hidden_states(
-        model, rollout.input_ids, token_positions(rollout.attention_mask), evicted_at=evicted_at
-    )
+def plain(model, rollout, record):
+    return hidden_states(model, rollout.input_ids, token_positions(rollout.attention_mask), record=record)
 
 
-def flat(model, rollout, evicted_at):
+def flat(model, rollout, record):
     mask = rollout.attention_mask
-    return learner_states(model, rollout.input_ids, mask, prompt_columns(rollout), evicted_at)
+    return learner_states(model, rollout.input_ids, mask, prompt_columns(rollout), record)
 
 
-def tokens_of(rollout, evicted_at):
-    return flat_tokens(rollout.input_ids, rollout.attention_mask, prompt_columns(rollout), evicted_at)
+def tokens_of(rollout, record):
+    return flat_tokens(rollout.input_ids, rollout.attention_mask, prompt_columns(rollout), record)
 
 
-def states_and_gradients(forward, model, rollout, evicted_at):
+def states_and_gradients(forward, model, rollout, record):
     """Return the states of tokens, and the gradients of a loss that weighs each of them differently."""
     model.zero_grad()
-    hidden = forward(model, rollout, evicted_at)[rollout.attention_mask]
+    hidden = forward(model, rollout, record)[rollout.attention_mask]
     # Rows of one prompt must not weigh alike, or a gradient from one of them alone would pass.
     (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -78,18 +76,18 @@ def test_states_and_gradients_are_those_of_the_whole_batch(model, rollout, view,
     if form != "as sampled":
         rows = torch.arange(9) if form == "packed" else torch.tensor([8, 0, 4, 1, 7, 2, 3])
         rollout = packed(rollout, rollout.attention_mask, rows)
-    table = replay_evicted_at(rollout) if view == "shadow" else dense_evicted_at(rollout.attention_mask)
-    expected = states_and_gradients(plain, model, rollout, table)
-    assert error(states_and_gradients(flat, model, rollout, table), expected) < 1e-5
+    record = replayed(rollout, shadow=view == "shadow")
+    expected = states_and_gradients(plain, model, rollout, record)
+    assert error(states_and_gradients(flat, model, rollout, record), expected) < 1e-5
 
 
 def test_in_float64_they_agree_to_its_rounding(rollout):
     """On a GPT-2, whose norms are in the precision of its weights."""
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model = prepare_backbone(GPT2LMHeadModel(config).double())
-    table = replay_evicted_at(rollout)[:, :, :1]
-    expected = states_and_gradients(plain, model, rollout, table)
-    assert error(states_and_gradients(flat, model, rollout, table), expected) < 1e-12
+    record = Record(replayed(rollout).evicted_at[:, :, :1])
+    expected = states_and_gradients(plain, model, rollout, record)
+    assert error(states_and_gradients(flat, model, rollout, record), expected) < 1e-12
 
 
 def test_a_gradient_that_reaches_a_prompt_from_its_first_row_alone_is_found(model, rollout, monkeypatch):
@@ -99,16 +97,16 @@ def test_a_gradient_that_reaches_a_prompt_from_its_first_row_alone_is_found(mode
         tokens = flat_tokens(*args)
         return replace(tokens, shared=tokens.shared[:0], shared_cells=tokens.shared_cells[:0])
 
-    table = replay_evicted_at(rollout)
-    expected = states_and_gradients(plain, model, rollout, table)
+    record = replayed(rollout)
+    expected = states_and_gradients(plain, model, rollout, record)
     monkeypatch.setattr(module, "flat_tokens", without_sums)
-    states, gradients = states_and_gradients(flat, model, rollout, table)
+    states, gradients = states_and_gradients(flat, model, rollout, record)
     assert error([states], expected[:1]) < 1e-5
     assert error([gradients], expected[1:]) > 1e-2
 
 
 def test_each_token_is_computed_once(model, rollout):
-    tokens = tokens_of(rollout, replay_evicted_at(rollout))
+    tokens = tokens_of(rollout, replayed(rollout))
     n_responses = int(rollout.response_mask.sum())
     assert len(tokens.cells) == IS_PROMPT.sum() + n_responses < rollout.attention_mask.sum()
     assert tokens.members.sum(dim=1).tolist() == [3, 3, 3]
@@ -118,22 +116,22 @@ def test_each_token_is_computed_once(model, rollout):
     handle = model.base_model.layers[0].mlp.register_forward_pre_hook(
         lambda module, args: widths.append(tuple(args[0].shape[:2]))
     )
-    flat(model, rollout, replay_evicted_at(rollout))
+    flat(model, rollout, replayed(rollout))
     handle.remove()
     assert widths == [(1, len(tokens.cells))]
 
 
 def test_rows_share_a_prompt_only_if_its_own_queries_see_the_same(model, rollout):
-    table = replay_evicted_at(rollout).clone()
-    table[1, 0, 0, 2] = 3  # for its query in column 3, row 1 has lost the prompt's first key
-    members = tokens_of(rollout, table).members
+    record = Record(replayed(rollout).evicted_at.clone())
+    record.evicted_at[1, 0, 0, 2] = 3  # for its query in column 3, row 1 has lost the prompt's first key
+    members = tokens_of(rollout, record).members
     assert [row.nonzero().flatten().tolist() for row in members] == [[0, 2], [3, 4, 5], [6, 7, 8]]
-    expected = states_and_gradients(plain, model, rollout, table)
-    assert error(states_and_gradients(flat, model, rollout, table), expected) < 1e-5
+    expected = states_and_gradients(plain, model, rollout, record)
+    assert error(states_and_gradients(flat, model, rollout, record), expected) < 1e-5
 
 
 def test_other_tokens_or_other_columns_are_another_prompt(rollout):
-    ids, never = rollout.input_ids.clone(), torch.full((9, 1, 1, rollout.input_ids.shape[1]), NEVER)
+    ids, never = rollout.input_ids.clone(), Record(torch.full((9, 1, 1, rollout.input_ids.shape[1]), NEVER))
     ids[2, 3] += 1
     mask, n_prompt = rollout.attention_mask.clone(), prompt_columns(rollout)
     mask[3, 1] = False  # one token less
@@ -144,12 +142,12 @@ def test_other_tokens_or_other_columns_are_another_prompt(rollout):
 def test_a_batch_without_padding_and_equal_prompts_stays_as_it_is():
     ids = torch.arange(12).view(2, 6)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    never = torch.full((2, 1, 1, 6), NEVER)
+    never = Record(torch.full((2, 1, 1, 6), NEVER))
     assert flat_tokens(ids, mask, torch.tensor([3, 3]), never) is None
     assert flat_tokens(ids[:1].expand(2, -1), mask, torch.tensor([3, 3]), never) is not None
 
 
 def test_a_batch_of_which_no_token_is_read_has_no_flat_sequence():
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    evicted_at = torch.zeros(2, 1, 1, 3, dtype=torch.int32)
-    assert flat_tokens(torch.ones(2, 3, dtype=torch.long), nothing, torch.tensor([1, 1]), evicted_at) is None
+    record = Record(torch.zeros(2, 1, 1, 3, dtype=torch.int32))
+    assert flat_tokens(torch.ones(2, 3, dtype=torch.long), nothing, torch.tensor([1, 1]), record) is None

@@ -23,9 +23,10 @@ from lit_rlkv.models.adapters import (
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as, checkpoint_layers, checkpointed_layers
 from lit_rlkv.models.layouts import LAYOUTS
-from lit_rlkv.models.replay import replay_evicted_at, response_logps
+from lit_rlkv.models.replay import response_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
+from tests.hand_built import replayed
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
 
 LORA = LoraSpec(rank=4, alpha=8, target_modules="all-linear")
@@ -265,7 +266,7 @@ def test_rows_may_have_roles_of_their_own():
         backbone, positions = shared().backbone("policy"), token_positions(whole.attention_mask)
         # Not `replay_logps`, which computes the tokens of equal rows once.
         with use_adapters_by_row(backbone, adapters):
-            hidden = hidden_states(backbone, whole.input_ids, positions, evicted_at=replay_evicted_at(whole))
+            hidden = hidden_states(backbone, whole.input_ids, positions, record=replayed(whole))
         predicts = hidden[:, :-1][whole.response_mask[:, 1:]]
         found = response_logps(backbone, whole, predicts, 1.0)
         for index, role in enumerate(("policy", "reference", "value")):

@@ -15,6 +15,7 @@ from lit_rlkv.models import lm_head
 from lit_rlkv.models.backbone import head_logits, hidden_states, token_positions
 from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.lm_head import LMHead
+from lit_rlkv.types import Record
 from tests.models_zoo import SIZE, VOCAB, build, ragged_prompts, tiny_config
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -201,8 +202,7 @@ def test_log_probs_of_a_learner_and_of_a_decode_step_see_the_same_logits():
     model = prepare_backbone(build(tiny_config("llama")).bfloat16())
     input_ids, is_prompt = ragged_prompts()
     positions = token_positions(is_prompt)
-    evicted_at = torch.where(is_prompt, 10**6, 0).int()[:, None, None]
-    hidden = hidden_states(model, input_ids, positions, evicted_at=evicted_at)[is_prompt].detach()
+    hidden = hidden_states(model, input_ids, positions, record=Record.dense(is_prompt))[is_prompt].detach()
     tokens = input_ids[is_prompt]
     found = token_logps(hidden, partial(head_logits, model), tokens, 1.0, VOCAB)
     logits = F.linear(hidden.double(), model.get_output_embeddings().weight.double())

@@ -1,6 +1,5 @@
 """Rows cut into passes, moved to column 0 and put back."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from lit_rlkv.models.packing import cut_into_passes, packed, passes, unpacked
 from lit_rlkv.models.replay import replay_logps
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import NEVER, Record, Rollout
 from tests.hand_built import make_model, tokens_of
 
 T, F = True, False
@@ -112,7 +111,7 @@ def ragged_rollout(seed: int, n_rows: int = 6, max_prompt: int = 7, max_response
         attention_mask=attention_mask,
         response_mask=response_mask,
         rollout_logps=columns.float() * response_mask,
-        evicted_at=torch.where(attention_mask[:, None, None], evicted_at, 0),
+        record=Record(torch.where(attention_mask[:, None, None], evicted_at, 0)),
         kv_bytes=1,
     )
 
@@ -124,8 +123,8 @@ def test_packed_rows_match_a_table_written_by_hand():
         attention_mask=torch.tensor([[F, F, T, T, T, F], [T, T, T, T, T, T]]),
         response_mask=torch.tensor([[F, F, F, T, T, F], [F, F, F, T, T, T]]),
         rollout_logps=torch.tensor([[0, 0, 0, -1.0, -2.0, 0], [0, 0, 0, -3.0, -4.0, -5.0]]),
-        evicted_at=torch.tensor(
-            [[[[0, 0, 4, never, 5, 0]]], [[[4, never, 5, 5, never, never]]]], dtype=torch.int32
+        record=Record(
+            torch.tensor([[[[0, 0, 4, never, 5, 0]]], [[[4, never, 5, 5, never, never]]]], dtype=torch.int32)
         ),
         kv_bytes=7,
     )
@@ -173,7 +172,7 @@ def test_each_query_sees_the_same_keys_after_packing(seed: int):
     rows = torch.tensor([5, 1, 3])
     part = packed(rollout, rollout.attention_mask, rows)
     assert keys_seen(part) == keys_seen(rollout.rows(rows))
-    left_behind = replace(part, evicted_at=one_later(part.evicted_at))
+    left_behind = part.with_record(evicted_at=one_later(part.evicted_at))
     assert keys_seen(left_behind) != keys_seen(part)
 
 
@@ -190,7 +189,7 @@ def test_log_probs_of_packed_rows_are_those_of_the_rollout(seed: int, limit: int
         found = torch.full(rollout.input_ids.shape, torch.nan)
         for rows, part in passes(rollout, limit):
             assert part.input_ids.numel() <= limit or len(rows) == 1
-            changed = replace(part, evicted_at=change(part.evicted_at))
+            changed = part.with_record(evicted_at=change(part.evicted_at))
             logps = replay_logps(model, changed, shadow=True, temperature=0.8)
             found[rows] = unpacked(logps, rollout.attention_mask, rows)
         return found

@@ -6,18 +6,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
-from lit_rlkv.models.replay import (
-    dense_evicted_at,
-    replay_evicted_at,
-    response_hidden,
-    response_logps_and_entropy,
-)
+from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
 
 SPEC = CacheSpec(policy="h2o", budget=8, interval=3, sink=1, window=3)
@@ -194,39 +188,6 @@ def test_the_head_is_called_once_per_chunk_if_it_is_frozen_and_twice_if_it_train
     assert sum(float(gradient.abs().max()) > 0 for gradient in of_trained) >= len(of_trained) / 2
     for a, b in zip(of_frozen, of_trained, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_padding_is_masked_even_if_the_table_does_not_mark_it():
-    attention_mask = torch.tensor([[False, True, True, True], [True, True, True, False]])
-    rollout = Rollout(
-        input_ids=torch.ones(2, 4, dtype=torch.long),
-        attention_mask=attention_mask,
-        response_mask=attention_mask & torch.tensor([False, False, True, True]),
-        rollout_logps=torch.zeros(2, 4),
-        evicted_at=torch.full((2, 1, 1, 4), NEVER, dtype=torch.int32),
-        kv_bytes=0,
-    )
-    # Row 0 ends at column 4, row 1 at column 3.
-    assert replay_evicted_at(rollout)[:, 0, 0].tolist() == [[0, 4, 4, 4], [3, 3, 3, 0]]
-
-
-def test_padding_is_evicted_at_0_and_other_keys_at_the_end_of_their_row():
-    rollout = sampled()
-    assert (~rollout.attention_mask[:, -1]).any()  # some row ended early
-    evicted_at = replay_evicted_at(rollout)
-    padding = ~rollout.attention_mask[:, None, None].expand_as(evicted_at)
-    assert (evicted_at[padding] == 0).all()
-    for row in range(len(rollout.input_ids)):
-        end = int(rollout.attention_mask[row].nonzero().max()) + 1
-        of_tokens = rollout.attention_mask[row]
-        expected = rollout.evicted_at[row][..., of_tokens].clamp(max=end)
-        assert torch.equal(evicted_at[row][..., of_tokens], expected)
-        assert not (visible(evicted_at[row])[..., end:, :]).any()  # what follows sees nothing
-
-
-def test_a_dense_table_kills_padding_and_keeps_tokens_until_the_end_of_their_row():
-    attention_mask = torch.tensor([[False, True, True], [True, True, False]])
-    assert dense_evicted_at(attention_mask).tolist() == [[[[0, 3, 3]]], [[[2, 2, 0]]]]
 
 
 def test_a_rollout_that_has_lost_its_record_is_refused():

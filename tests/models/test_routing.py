@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM, PhimoeConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from lit_rlkv import prepare_backbone, replay_logps
-from lit_rlkv.experience.sample import joined, widened
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import hydra, preparation
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.packing import packed
 from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout import decoder, generate
 from lit_rlkv.types import OWN_CHOICE, Rollout
@@ -64,19 +62,19 @@ def gap(model: PreTrainedModel, rollout: Rollout, expected: Tensor | None = None
 
 def shifted(rollout: Rollout) -> Rollout:
     """Every token has the experts of the token before it."""
-    assert rollout.expert_ids is not None
-    return replace(rollout, expert_ids=rollout.expert_ids.roll(1, dims=-1))
+    assert rollout.record.expert_ids is not None
+    return rollout.with_record(expert_ids=rollout.record.expert_ids.roll(1, dims=-1))
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_learner_computes_what_the_sampler_did(family: str):
     rollout = rolled_out(family)
-    assert rollout.expert_ids is not None
+    assert rollout.record.expert_ids is not None
     assert gap(tiny_model(family), rollout) < 1e-4
     # where no forward ran there is nothing to take
     is_read = rollout.attention_mask.clone()
     is_read[:, -1] = False
-    is_recorded = rollout.expert_ids != OWN_CHOICE
+    is_recorded = rollout.record.expert_ids != OWN_CHOICE
     assert torch.equal(is_recorded, is_read[:, None, None].expand_as(is_recorded))
     assert gap(tiny_model(family), shifted(rollout)) > 1e-2
 
@@ -91,8 +89,8 @@ def test_after_an_update_the_experts_are_the_recorded_ones_with_weights_and_grad
     weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
     replayed = replay_logps(model, rollout, shadow=shadow)
     (replayed * weight).sum().backward()
-    seen = rollout if shadow else replace(rollout, evicted_at=dense_table(rollout))
-    with given_experts(own_model, rollout.expert_ids):
+    seen = rollout if shadow else rollout.with_record(evicted_at=dense_table(rollout))
+    with given_experts(own_model, rollout.record.expert_ids):
         own, _ = explicit.log_probs(own_model, seen, 1.0)
     (own * weight).sum().backward()
     assert float((replayed - own).abs().max()) < 1e-4
@@ -106,7 +104,7 @@ def test_after_an_update_the_experts_are_the_recorded_ones_with_weights_and_grad
     for router in routers_of(model):
         assert float(router.module.weight.grad.abs().max()) > 1e-4
     # without the record, or with that of the token before, it is another function
-    assert gap(model, replace(rollout, expert_ids=None), own, shadow=shadow) > 1e-2
+    assert gap(model, rollout.with_record(expert_ids=None), own, shadow=shadow) > 1e-2
     assert gap(model, shifted(rollout), own, shadow=shadow) > 1e-2
 
 
@@ -117,12 +115,12 @@ def dense_table(rollout: Rollout) -> Tensor:
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_record_is_what_transformers_chooses_for_each_token(family: str):
     rollout = sample(tiny_model(family), cache=CacheSpec.dense())
-    assert rollout.expert_ids is not None
+    assert rollout.record.expert_ids is not None
     model = build(tiny_config(family))  # with its own attention, and no padding
     for row, is_token in enumerate(rollout.attention_mask):
         with torch.no_grad(), own_choice(model) as chosen:
             model(rollout.input_ids[row : row + 1, is_token], use_cache=False)
-        found = rollout.expert_ids[row][..., is_token][..., :-1].sort(dim=1).values
+        found = rollout.record.expert_ids[row][..., is_token][..., :-1].sort(dim=1).values
         expected = torch.stack(chosen)[..., :-1].sort(dim=1).values
         assert torch.equal(found.long(), expected)
 
@@ -130,7 +128,7 @@ def test_the_record_is_what_transformers_chooses_for_each_token(family: str):
 def test_nothing_is_recorded_unless_it_is_asked_for():
     model = tiny_model("mixtral")
     plain, rollout = sample(model, record_routing=False), rolled_out("mixtral")
-    assert plain.expert_ids is None
+    assert plain.record.expert_ids is None
     assert torch.equal(plain.rollout_logps, rollout.rollout_logps)
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -149,44 +147,13 @@ def test_rows_that_are_reused_or_renumbered_keep_their_own_experts(spec, tempera
         is_same[:, 1:] &= few.attention_mask[:, :-1]
         for row, length in enumerate(few.attention_mask.sum(dim=1)):
             end = int(few.attention_mask[row].nonzero().max())
-            assert torch.equal(few.expert_ids[row, ..., :end], at_once.expert_ids[row, ..., :end]), length
-            assert (few.expert_ids[row, ..., end:] == OWN_CHOICE).all()
+            assert torch.equal(
+                few.record.expert_ids[row, ..., :end], at_once.record.expert_ids[row, ..., :end]
+            ), length
+            assert (few.record.expert_ids[row, ..., end:] == OWN_CHOICE).all()
     else:
         assert gap(model, few) < 1e-4
         assert gap(model, shifted(few)) > 1e-2
-
-
-def test_packed_padded_and_widened_rows_are_the_same():
-    model, rollout = updated("mixtral"), rolled_out("mixtral")
-    with torch.no_grad():
-        expected = replay_logps(model, rollout)
-    rows = torch.tensor([7, 2, 5])
-    part = packed(rollout, rollout.attention_mask, rows)
-    with torch.no_grad():
-        found = replay_logps(model, part)
-    assert float((found[part.response_mask] - expected[rows][rollout.response_mask[rows]]).abs().max()) < 1e-5
-    wide = widened(rollout, rollout.input_ids.shape[1] + 3, PAD)
-    assert wide.expert_ids is not None
-    assert (wide.expert_ids[..., -3:] == OWN_CHOICE).all()
-    both = joined([rollout, wide.rows(slice(0, 2))], wide.input_ids.shape[1], PAD)
-    with torch.no_grad():
-        again = replay_logps(model, both)
-    assert float((again[:8, :-3] - expected).abs().max()) < 1e-5
-    assert float((again[8:, :-3] - expected[:2]).abs().max()) < 1e-5
-
-
-def test_rows_share_a_prompt_only_with_the_same_experts():
-    model, rollout = updated("mixtral"), rolled_out("mixtral")
-    assert rollout.expert_ids is not None
-    ids = rollout.expert_ids.clone()
-    ids[1, :, :, 3] = (ids[1, :, :, 3] + 1) % 8  # rows 0 and 1 have the same prompt
-    other = replace(rollout, expert_ids=ids)
-    with torch.no_grad():
-        together, before = replay_logps(model, other), replay_logps(model, rollout)
-        alone = replay_logps(model, other.rows(slice(1, 2)))
-    assert float((together[1] - alone[0]).abs().max()) < 1e-5
-    assert float((together[0] - before[0]).abs().max()) < 1e-5
-    assert float((together[1] - before[1]).abs().max()) > 1e-3
 
 
 ATTENTION_LORA = replace(LORA, target_modules=["q_proj", "v_proj"])
@@ -251,7 +218,7 @@ def test_recomputed_layers_take_the_experts_of_their_forward(family, layout, mon
 def test_reference_and_critic_take_the_experts_and_the_reward_does_not(stacks_passes):
     roles, rollout = roles_of(), rolled_out("mixtral")
     roles.head("value").linear.weight.data.normal_()
-    unrecorded = replace(rollout, expert_ids=None)
+    unrecorded = rollout.with_record(expert_ids=None)
     views = {"policy": True, "reference": True, "value": True, "reward": True}
     score = partial(score_rollout, roles, views=views, temperature=1.0, stacks_passes=stacks_passes)
     found, plain = score(rollout=rollout), score(rollout=unrecorded)
@@ -270,9 +237,9 @@ def test_ids_take_one_byte_up_to_128_experts_and_two_beyond():
         config = tiny_config("mixtral", **settings | {"num_local_experts": n_experts})
         model = prepare_backbone(build(config))
         rollout = sample(model)
-        assert rollout.expert_ids is not None
-        assert rollout.expert_ids.dtype == expert_dtype(routers_of(model)) == dtype
-        assert rollout.expert_ids.shape[1:3] == (1, 3)
+        assert rollout.record.expert_ids is not None
+        assert rollout.record.expert_ids.dtype == expert_dtype(routers_of(model)) == dtype
+        assert rollout.record.expert_ids.shape[1:3] == (1, 3)
         assert gap(model, rollout) < 1e-4
 
 

@@ -11,8 +11,8 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import preparation as preparation_module
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import layer_kinds, within_windows
-from lit_rlkv.models.replay import dense_evicted_at
 from lit_rlkv.rollout import generate
+from lit_rlkv.types import Record
 from tests.models_zoo import SIZE, build, own_logps, ragged_prompts, tiny_config
 
 N_NEW = 40
@@ -154,7 +154,7 @@ def test_a_window_wider_than_the_sequence_changes_nothing():
     plain = sampled(prepare_backbone(windowed("mistral", sliding_window=None)), CacheSpec.dense())
     wide = prepare_backbone(windowed("mistral", sliding_window=100))
     assert torch.equal(sampled(wide, CacheSpec.dense()).input_ids, plain.input_ids)
-    table = dense_evicted_at(plain.attention_mask)
+    table = Record.dense(plain.attention_mask).evicted_at
     assert within_windows(wide, table) is table
 
 

@@ -19,7 +19,7 @@ from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of
 from lit_rlkv.models.replay import response_hidden
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.evictions import EvictionLearner
-from lit_rlkv.types import NEVER, Rollout, TrainBatch
+from lit_rlkv.types import NEVER, Record, Rollout, TrainBatch
 from tests.hand_built import (
     gradients_of,
     make_datamodule,
@@ -76,9 +76,8 @@ def all_survivors(n_columns: int = 10, now: int = 8, n_kept: int = 2) -> Rollout
     shape = (len(sets), n_columns)
     response_mask = (torch.arange(n_columns) >= 7).expand(shape)
     input_ids = torch.arange(1, n_columns + 1).expand(shape)
-    return Rollout(
-        input_ids, torch.ones(shape, dtype=torch.bool), response_mask, torch.zeros(shape), table, 0
-    )
+    is_token, logps = torch.ones(shape, dtype=torch.bool), torch.zeros(shape)
+    return Rollout(input_ids, is_token, response_mask, logps, Record(table), 0)
 
 
 def batch_of(rollout: Rollout, advantages: Tensor, **changes: Any) -> TrainBatch:
@@ -141,7 +140,7 @@ def test_that_comparison_notices_a_survivor_too_few():
 
     table = rollout.evicted_at.clone()
     table[:, 0, 0, 1] = 8
-    gap = (gradient(rollout) - gradient(replace(rollout, evicted_at=table))).abs().max()
+    gap = (gradient(rollout) - gradient(rollout.with_record(evicted_at=table))).abs().max()
     assert float(gap) > 1e-2
 
 

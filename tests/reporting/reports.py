@@ -10,7 +10,7 @@ from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.logged_samples import LoggedSample
 from lit_rlkv.reporting.run_folder import RunReport
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import NEVER, Record, Rollout
 
 
 def eval_row(cache, budget, accuracy, n_problems=128):
@@ -26,7 +26,7 @@ def make_rollout():
     evicted_at[1, 0, 1, 2] = 4
     evicted_at[1, ..., 0] = 0
     input_ids = torch.arange(12).view(2, 6)
-    return Rollout(input_ids, attention_mask, response_mask, torch.zeros(2, 6), evicted_at, 2048)
+    return Rollout(input_ids, attention_mask, response_mask, torch.zeros(2, 6), Record(evicted_at), 2048)
 
 
 EMPTY = RunReport("a run")

@@ -11,7 +11,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.reporting.logged_samples import MAX_REPORTED, LoggedSample, read_samples, select_samples
 from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, Samples, draw_samples, render
-from lit_rlkv.types import Problem, Rewards, Rollout
+from lit_rlkv.types import Problem, Record, Rewards, Rollout
 
 
 def make_experience(iteration=0, n_prompts=3, group_size=2, completion="answer {row} of {iteration}"):
@@ -23,7 +23,7 @@ def make_experience(iteration=0, n_prompts=3, group_size=2, completion="answer {
             Problem(f"question {row // group_size}", "", f"solution {row // group_size}") for row in range(n)
         ],
         completions=[completion.format(row=row, iteration=iteration) for row in range(n)],
-        rollout=Rollout(zeros.long(), false, false, zeros, torch.zeros(n, 1, 1, 2).int(), 0),
+        rollout=Rollout(zeros.long(), false, false, zeros, Record(torch.zeros(n, 1, 1, 2).int()), 0),
         rewards=Rewards(torch.arange(n) / 4, {}),
         has_eos=false.any(dim=1),
         old_logps=zeros,

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,9 +45,9 @@ def compared(family: str, device: str) -> str:
         rollouts.append(sample(family, device, compile_layers=compile_layers))
         graphs.append(counters["stats"]["unique_graphs"])
     eager, compiled, again = rollouts
-    shifted = replace(compiled, evicted_at=compiled.evicted_at.roll(1, dims=-1))
-    if compiled.expert_ids is not None:
-        shifted = replace(compiled, expert_ids=compiled.expert_ids.roll(1, dims=-1))
+    shifted = compiled.with_record(evicted_at=compiled.evicted_at.roll(1, dims=-1))
+    if compiled.record.expert_ids is not None:
+        shifted = compiled.with_record(expert_ids=compiled.record.expert_ids.roll(1, dims=-1))
 
     def gap(rollout: Rollout) -> float:
         replayed = replay_logps(tiny_model(family), rollout)

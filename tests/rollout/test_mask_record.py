@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.rollout import generate
-from lit_rlkv.rollout.mask_record import N_SLOTS, MaskRecord, pack_bits, sampling_masks, unpack_bits
+from lit_rlkv.rollout.mask_record import N_SLOTS, MaskRecorder, pack_bits, unpack_bits
 from lit_rlkv.types import Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
 from tests.rollout.recorded import RecordedRunner
@@ -33,7 +33,7 @@ class Steps:
     """Random sets for some rows at each step, written to a record and kept as lists."""
 
     def __init__(self, n_rows: int, as_bits: bool) -> None:
-        self.record = MaskRecord(n_rows, torch.device("cpu"))
+        self.recorder = MaskRecorder(n_rows, torch.device("cpu"))
         self.generator = torch.Generator().manual_seed(0)
         self.as_bits = as_bits
         self.expected: list[list[list[int]]] = [[] for _ in range(n_rows)]
@@ -44,14 +44,14 @@ class Steps:
         kept: Tensor = is_kept
         if not self.as_bits:
             kept = torch.where(is_kept, torch.arange(20), -1).int()
-        self.record.begin_step()
-        self.record.write(torch.tensor(rows), kept, torch.tensor(is_running))
+        self.recorder.begin_step()
+        self.recorder.sampled(torch.tensor(rows), kept, torch.tensor(is_running))
         for row, runs, mask in zip(rows, is_running, is_kept, strict=True):
             if runs:
                 self.expected[row].append(mask.nonzero()[:, 0].tolist())
 
     def found(self, row: int) -> list[list[int]]:
-        ((counts, ids),) = self.record.read([row])
+        ((counts, ids),) = self.recorder.read([row])
         return [part.tolist() for part in torch.split(ids, counts.tolist())]
 
 
@@ -70,13 +70,13 @@ def test_a_row_that_starts_again_forgets_and_rows_are_numbered_anew(as_bits: boo
     steps = Steps(3, as_bits)
     for _ in range(5):
         steps.step([0, 1, 2], [True] * 3)
-    steps.record.begin_rows([1])
+    steps.recorder.begin([1])
     steps.expected[1] = []
     steps.step([1], [True])
     steps.step([0, 1, 2], [True] * 3)
     assert [steps.found(row) for row in range(3)] == steps.expected
     steps.step([0, 1, 2], [True] * 3)
-    steps.record.keep([2, 0])
+    steps.recorder.keep([2, 0])
     steps.expected = [steps.expected[2], steps.expected[0]]
     steps.step([0, 1], [True] * 2)
     assert [steps.found(row) for row in range(2)] == steps.expected
@@ -88,7 +88,8 @@ def test_rows_of_different_lengths_become_one_record():
         (torch.tensor([1], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)),
     ]
     is_response = torch.tensor([[False, True, True, False], [False, False, True, False]])
-    masks = sampling_masks(rows, is_response)
+    recorder = MaskRecorder(2, torch.device("cpu"))
+    masks = recorder.finish(rows, torch.ones_like(is_response), is_response)
     assert masks.counts.tolist() == [[0, 2, 1, 0], [0, 0, 1, 0]]
     assert masks.token_ids.tolist() == [5, 3, 7, 9]
 
@@ -105,7 +106,7 @@ def run(cache: CacheSpec = EVICTS, **changes: Any) -> Rollout:
 
 def check(rollout: Rollout) -> None:
     """The record has a set for each response token, with that token, and replays the log-probs."""
-    masks = rollout.sampling_masks
+    masks = rollout.record.sampling_masks
     assert masks is not None
     assert torch.equal(masks.counts > 0, rollout.response_mask)
     counts, tokens = masks.counts[rollout.response_mask], rollout.input_ids[rollout.response_mask]
@@ -145,16 +146,16 @@ def test_a_step_that_runs_without_python_records_the_same(kind: str, monkeypatch
     before = RecordedRunner.n_replays
     found = run(max_rows=3, eos_token_id=3, **KINDS[kind])
     assert RecordedRunner.n_replays > before + N_SLOTS
-    assert found.sampling_masks is not None
-    assert expected.sampling_masks is not None
+    assert found.record.sampling_masks is not None
+    assert expected.record.sampling_masks is not None
     assert torch.equal(found.input_ids, expected.input_ids)
-    assert torch.equal(found.sampling_masks.counts, expected.sampling_masks.counts)
-    assert torch.equal(found.sampling_masks.token_ids, expected.sampling_masks.token_ids)
+    assert torch.equal(found.record.sampling_masks.counts, expected.record.sampling_masks.counts)
+    assert torch.equal(found.record.sampling_masks.token_ids, expected.record.sampling_masks.token_ids)
 
 
 def test_greedy_decoding_and_the_whole_vocabulary_have_no_record():
-    assert run(temperature=0.0, top_k=4).sampling_masks is None
-    assert run().sampling_masks is None
+    assert run(temperature=0.0, top_k=4).record.sampling_masks is None
+    assert run().record.sampling_masks is None
 
 
 def test_numbers_out_of_range_are_refused():

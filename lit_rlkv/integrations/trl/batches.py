@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import use_adapter
 
 from lit_rlkv.kernels.token_logps import TokenSets
-from lit_rlkv.models.replay import dense_evicted_at, replay_evicted_at
-from lit_rlkv.models.rounded_view import RoundedView
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import Record, Rollout
 
 RolloutRow = tuple[Rollout, int]
 """A rollout and the number of a row. TRL shuffles and splits a list of these as the tensors of its batch."""
@@ -46,11 +44,9 @@ def rollout_of(rows: list[RolloutRow]) -> Rollout:
     return rollout.rows(torch.tensor([row for _, row in rows], device=rollout.input_ids.device))
 
 
-def view_arguments(rollout: Rollout, attention_mask: Tensor, *, shadow: bool) -> dict[str, Any]:
-    """Return what attention sees: evictions and rounding of a rollout, or all keys as they are."""
-    if shadow:
-        return {"evicted_at": replay_evicted_at(rollout), "rounding": RoundedView.of(rollout, shadow=True)}
-    return {"evicted_at": dense_evicted_at(attention_mask.bool()), "rounding": None}
+def view_of(rollout: Rollout, attention_mask: Tensor, *, shadow: bool) -> Record:
+    """Return what a forward replays; without the evictions it goes by TRL's mask."""
+    return rollout.record.view(rollout.attention_mask if shadow else attention_mask.bool(), shadow=shadow)
 
 
 def token_sets(rollout: Rollout, is_read: Tensor) -> TokenSets | None:
@@ -59,9 +55,9 @@ def token_sets(rollout: Rollout, is_read: Tensor) -> TokenSets | None:
     Args:
         is_read: True on all tokens of a completion, or on none where TRL leaves it out.
     """
-    if rollout.sampling_masks is None:
+    if rollout.record.sampling_masks is None:
         return None
-    masks = rollout.sampling_masks.rows(is_read.any(dim=1))
+    masks = rollout.record.sampling_masks.rows(is_read.any(dim=1))
     return TokenSets(masks.counts[masks.counts > 0], masks.token_ids)
 
 

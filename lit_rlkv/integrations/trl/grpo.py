@@ -14,7 +14,7 @@ from lit_rlkv.integrations.trl.batches import (
     causal_lm,
     has_adapter,
     token_sets,
-    view_arguments,
+    view_of,
     whole_rows,
 )
 from lit_rlkv.integrations.trl.config import CORRECTIONS, EvictingGRPOConfig
@@ -117,8 +117,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
                     causal_lm(model),
                     input_ids,
                     token_positions(attention_mask),
-                    expert_ids=rollout.expert_ids,
-                    **view_arguments(rollout, attention_mask, shadow=shadow),
+                    record=view_of(rollout, attention_mask, shadow=shadow),
                 )
             return hidden[:, :-1][is_read]
 

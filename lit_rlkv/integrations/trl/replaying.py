@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -23,7 +24,7 @@ from lit_rlkv.integrations.trl.batches import (
     replaced_states,
     rollout_of,
     token_sets,
-    view_arguments,
+    view_of,
 )
 from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
@@ -37,12 +38,12 @@ from lit_rlkv.models.backbone import (
     replay_arguments,
     text_config,
     token_positions,
+    within_windows,
 )
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.hydra import checkpoint_layers
 from lit_rlkv.models.lm_head import model_body
-from lit_rlkv.models.rounded_view import record_in
-from lit_rlkv.models.routing import by_token, replayed_experts, routers_of
+from lit_rlkv.models.routing import replayed_routing, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
@@ -217,26 +218,27 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         """
         is_read = labels[:, 1:] != -100
         sets = token_sets(rollout, is_read)
-        view = view_arguments(rollout, attention_mask, shadow=self._replays)
-        positions, expert_ids = token_positions(attention_mask), rollout.expert_ids
+        record = view_of(rollout, attention_mask, shadow=self._replays)
+        positions = token_positions(attention_mask)
         backbone = causal_lm(self.accelerator.unwrap_model(model))
         tokens, flat = labels[:, 1:][is_read], None
-        arguments = replay_arguments(backbone, **view)
+        is_token, count_mask = attention_mask.bool(), None
         if optional_setting(text_config(backbone), "output_router_logits"):
             options.setdefault("output_router_logits", False)  # where TRL drops the auxiliary loss
         if options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
-            arguments["attention_mask"] = attention_mask
+            count_mask = attention_mask
         elif not has_states(backbone):
-            is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
+            is_token &= F.pad(is_token[:, 1:], (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
-            tables = (arguments["evicted_at"], expert_ids, record_in(view["rounding"]))
-            flat = flat_tokens(input_ids, is_token, n_prompt, *tables)
+            table = within_windows(backbone, record.evicted_at)
+            flat = flat_tokens(input_ids, is_token, n_prompt, replace(record, evicted_at=table))
         if flat is not None:
             input_ids, positions = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
-            expert_ids = None if expert_ids is None else flat.flatten_columns(expert_ids)
-            if "rounding" in arguments:
-                arguments["rounding"] = arguments["rounding"].flatten(flat)
-        if expert_ids is not None and torch.is_grad_enabled() and backbone.is_gradient_checkpointing:
+            record = flat.of_record(record)
+        arguments = replay_arguments(backbone, record, flat=flat)
+        if count_mask is not None:
+            arguments["attention_mask"] = count_mask
+        if record.expert_ids is not None and torch.is_grad_enabled() and backbone.is_gradient_checkpointing:
             checkpoint_layers(backbone)  # which recompute with the experts of their forward
         # With sets the log-probs are computed below, and TRL's head gets no position.
         n_scored = len(tokens) if sets is None else 0
@@ -247,14 +249,13 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             return self._learner_states[None, :n_scored]
 
         with (
-            replayed_experts(backbone, None if expert_ids is None else by_token(expert_ids)),
+            replayed_routing(backbone, record),
             replaced_states(model_body(backbone), read),
         ):
             outputs = model(
                 input_ids=input_ids,
                 position_ids=positions,
                 shift_labels=tokens[None, :n_scored],
-                flat=flat,
                 **arguments,
                 **options,
             )
