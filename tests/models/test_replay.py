@@ -11,7 +11,7 @@ from lit_rlkv.models import replay_logps
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
 from lit_rlkv.rollout import generate
-from lit_rlkv.types import Rollout
+from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
 
 SPEC = CacheSpec(policy="h2o", budget=8, interval=3, sink=1, window=3)
@@ -248,7 +248,7 @@ FAULTS = {
 def test_a_record_that_cannot_be_one_is_refused_in_one_line(name: str):
     change, says = FAULTS[name]
     rollout = sampled()
-    object.__setattr__(rollout, "evicted_at", change(rollout))
+    object.__setattr__(rollout.record, "evicted_at", change(rollout))
     with pytest.raises(ValueError, match=says) as refusal:
         replay_logps(tiny_model(), rollout)
     assert "\n" not in str(refusal.value)
@@ -287,7 +287,5 @@ def test_one_table_for_all_layers_and_heads_and_any_time_of_never_is_a_record():
     rollout = sampled(CacheSpec(policy="streaming", budget=8, interval=3, sink=1, window=3))
     expected = replay_logps(tiny_model(), rollout)
     one = rollout.evicted_at[:, :1, :1].long()
-    foreign = Rollout(
-        **{**vars(rollout), "evicted_at": one.where(one != NEVER, torch.iinfo(torch.int64).max)}
-    )
+    foreign = rollout.with_record(evicted_at=one.where(one != NEVER, torch.iinfo(torch.int64).max))
     torch.testing.assert_close(replay_logps(tiny_model(), foreign), expected)
