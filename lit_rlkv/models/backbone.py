@@ -116,7 +116,7 @@ def has_states(model: PreTrainedModel) -> bool:
 
 def within_windows(
     model: PreTrainedModel, evicted_at: Int[Tensor, "batch layer kv_head seq"]
-) -> Int[Tensor, "batch layer kv_head seq"]:
+) -> Int[Tensor, "batch row kv_head seq"]:
     """Return an eviction table in which keys that leave a layer's window die, too.
 
     A table of one layer for all gets a row for each layer, if any window is shorter than the sequence.
