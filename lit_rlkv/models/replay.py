@@ -20,7 +20,6 @@ from lit_rlkv.models.backbone import (
     learner_states,
     n_embeddings,
     n_kv_heads,
-    optional_setting,
     text_config,
 )
 from lit_rlkv.types import NEVER, Codes, Rollout, SamplingMasks
@@ -129,10 +128,10 @@ def check_rollout(model: PreTrainedModel, rollout: Rollout) -> None:
                 f"{name} must have the rows and columns of input_ids {tuple(shape)} as its first and last "
                 f"dimensions, got {tuple(part.shape)}"
             )
-    layers = optional_setting(text_config(model), "per_layer_config") or [text_config(model)]
-    heads = [optional_setting(layer, "num_key_value_heads") or 1 for layer in layers]
     n_layers = sum(kind.attends for kind in layer_kinds(model))
-    n_heads = max(n_kv_heads(model), *heads)
+    groups = [vars(module).get("num_key_value_groups") for module in model.modules()]  # some layers have more
+    n_groups = min((group for group in groups if group is not None), default=1)
+    n_heads = max(n_kv_heads(model), text_config(model).num_attention_heads // n_groups)
     is_whole = record.ndim == 4 and not (record.is_floating_point() or record.dtype == torch.bool)
     if not is_whole or record.shape[1] not in (0, 1, n_layers) or not record.shape[2] <= n_heads:
         raise ValueError(
