@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
@@ -66,7 +67,7 @@ def draw(results: Results, budget: int, path: Path) -> None:
     for axes in (documents, shots, divergence):
         axes.set_xticks(results.budgets)
     for axes in (divergence, growth):
-        if axes.lines:
+        if any((np.asarray(line.get_ydata(), float) > 0).any() for line in axes.lines):
             axes.set_yscale("log")
     for axes in (documents, shots):
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

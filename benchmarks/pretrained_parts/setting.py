@@ -34,7 +34,17 @@ class Sizes:
 
 
 FULL = Sizes()
-FAST = Sizes((64,), ("streaming", "h2o"), (2, 2, 1), 8, 24, 24, (2, 96, 64), (2, 64, 32))
+FAST = Sizes(
+    budgets=(64,),
+    policies=("streaming", "h2o"),
+    profiled=(),
+    prompts=(2, 2, 1),
+    answer_tokens=8,
+    turn_tokens=24,
+    history_tokens=24,
+    long=(2, 96, 64),
+    bf16=(2, 64, 32),
+)
 
 
 @dataclass(frozen=True)

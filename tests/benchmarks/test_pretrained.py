@@ -1,6 +1,7 @@
 """The pretrained benchmark on a model of two layers that is made here; nothing is downloaded."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -223,6 +224,9 @@ def test_the_lines_of_the_tables_of_the_docs_are_what_the_rows_say():
     printed = tables.report(Results.of(record.rows(pretrained.NAME)))
     lines = {line for line in printed.splitlines() if line.startswith(("| `", "| dense"))}
     assert len(lines) > 60
-    assert {line for line in text.splitlines() if line.startswith(("| `", "| dense"))} == lines
+    own = re.sub(
+        r"^## A model with windows\n.*?(?=^## )", "", text, flags=re.M | re.S
+    )  # another model's rows
+    assert {line for line in own.splitlines() if line.startswith(("| `", "| dense"))} == lines
     for ranking in tables.rankings(Results.of(record.rows(pretrained.NAME))):
         assert f"| {ranking[1]} |" in text
