@@ -165,9 +165,10 @@ def test_a_reward_that_gives_0_to_all_solutions_is_refused_with_sft_and_else_war
 
 
 def test_an_answer_alone_is_right_if_the_prompt_names_the_marker_or_there_is_none(tmp_path, caplog):
-    named = [row | {"prompt": f"the number after #### of {row['prompt']}"} for row in PLAIN]
-    for rows, option in ((named, "seed=0"), (PLAIN, "reward.functions.correct.answer_after=null")):
-        cfg = of_rows(tmp_path, rows, "reward=numeric", "reward.verifier=0", "stages=[rl]", option)
+    named = [row | {"prompt": f"after a : comes {row['prompt']}"} for row in PLAIN]
+    for rows, marker in ((named, "':'"), (PLAIN, "null")):
+        options = ["reward=numeric", f"reward.functions.correct.answer_after={marker}", "stages=[rl]"]
+        cfg = of_rows(tmp_path, rows, *options)
         check_reward_functions(build_context(cfg))
     assert caplog.records == []
 
