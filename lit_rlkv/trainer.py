@@ -22,10 +22,10 @@ from lit_rlkv.distributed.sharding import (
     clip_gradients,
     disable_foreach_for_mixed_tensors,
     gather_full_state,
+    is_sharded,
     shard_state_like,
 )
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
-from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.non_finite import NonFiniteGuard
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lit_rlkv.distributed.sharding import is_sharded
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import SlotCache
@@ -260,11 +260,6 @@ def learner_states(
     tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
     hidden = hidden_states(model, tokens, places, record=flat.of_record(record), flat=flat, probe=probe)
     return flat.spread(hidden[0])
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """True if any layer is sharded by FSDP, whether or not it is gathered now."""
-    return any(isinstance(m, FSDPModule) for m in module.modules())
 
 
 def n_embeddings(model: PreTrainedModel) -> int:

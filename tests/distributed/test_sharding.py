@@ -19,10 +19,10 @@ from lit_rlkv.distributed.sharding import (
     disable_foreach_for_mixed_tensors,
     gather_full,
     gather_full_state,
+    is_sharded,
     shard_like,
     shard_state_like,
 )
-from lit_rlkv.models.backbone import is_sharded
 from lit_rlkv.runs.context import build_context
 from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
 from tests.integrations.test_layer_kinds import build
