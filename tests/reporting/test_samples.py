@@ -4,10 +4,12 @@ import io
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from rich.console import Console
 
 from lit_rlkv.experience.batch import Experience
+from lit_rlkv.files import DamagedFileError
 from lit_rlkv.objectives.corrections import ISWeights
 from lit_rlkv.reporting.logged_samples import MAX_REPORTED, LoggedSample, read_samples, select_samples
 from lit_rlkv.reporting.samples import MAX_SHOWN_CHARACTERS, Samples, draw_samples, render
@@ -123,3 +125,9 @@ def test_a_resumed_run_drops_the_samples_that_it_draws_again(tmp_path):
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2]
     samples.on_rollout_end(make_experience(2))
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3]
+
+
+def test_damaged_samples_are_refused(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"iteration": "one"}\n')
+    with pytest.raises(DamagedFileError, match="iteration of LoggedSample must be"):
+        make_samples(tmp_path, every_n_iterations=1, n=1, resumed_at=2)
