@@ -14,8 +14,8 @@ softmax-weighted mean, peak and total, and a second kernel merges them in the or
 `n_splits` their number depends on the device and on shapes, the number of rows among them. There are no
 atomics, so results are deterministic.
 
-Codes of a quantized cache become numbers in the tile: code · scale, exactly as `kernels.quantization` has it,
-in float32 and then in the dtype of the query. The bits of fp8 are read as integers, for GPUs without that type.
+Codes of a quantized cache are numbers in the tile: code · scale, exactly as `kernels.quantization` has it, in
+float32 and then in the dtype of the query. The bits of fp8 are read as integers, for GPUs without that type.
 
 A sink is a logit without a key: the running peak and total of the first split begin with it.
 
