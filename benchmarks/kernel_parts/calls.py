@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_rlkv.kernels.decode_attention import kernel as decode_kernel
 from lit_rlkv.kernels.decode_attention.launch import fits
 from lit_rlkv.kernels.evict import kernel as evict_kernel
-from lit_rlkv.kernels.rounding import ROUNDINGS, SCALE_DTYPE
+from lit_rlkv.kernels.quantization import KV_DTYPES, SCALE_DTYPE
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.slot_scores import keys_kernel, window_kernel
 from lit_rlkv.kernels.token_logps import kernel as logits_kernel
@@ -52,9 +52,9 @@ def decode_attention_rarely(dtype: torch.dtype, dim: int) -> None:
     for group in (1, 64, 128):
         attend(dtype, dim, BATCH, group=group, has_scores=True, accumulates=True)
     attend(dtype, dim, batch=1, kv_heads=1, group=1, n_slots=1, has_scores=True, accumulates=True)
-    for rounding in ROUNDINGS:
-        attend(dtype, dim, BATCH, has_scores=True, accumulates=True, rounding=rounding)
-        attend(dtype, dim, batch=1, rounding=rounding)
+    for kv_dtype in KV_DTYPES:
+        attend(dtype, dim, BATCH, has_scores=True, accumulates=True, kv_dtype=kv_dtype)
+        attend(dtype, dim, batch=1, kv_dtype=kv_dtype)
 
 
 def attend(
@@ -68,12 +68,12 @@ def attend(
     has_scores: bool = False,
     accumulates: bool = False,
     softcap: float | None = None,
-    rounding: str | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
     query = empty(batch, kv_heads, group, dim, dtype=dtype)
-    keys, *key_scales = stored((batch, kv_heads, n_slots), dim, dtype, rounding)
-    values, *value_scales = stored((batch, kv_heads, n_slots), dim, dtype, rounding)
-    if not fits(query, keys, values, rounding=rounding):
+    keys, *key_scales = stored((batch, kv_heads, n_slots), dim, dtype, kv_dtype)
+    values, *value_scales = stored((batch, kv_heads, n_slots), dim, dtype, kv_dtype)
+    if not fits(query, keys, values, kv_dtype=kv_dtype):
         return  # the definition runs instead
     received = floats(batch, kv_heads, n_slots) if has_scores else None
     decode_kernel.decode_attention(
@@ -81,16 +81,16 @@ def attend(
         softcap=softcap,
         received=received,
         accumulates=accumulates,
-        rounding=rounding,
+        kv_dtype=kv_dtype,
         scales=[*key_scales, *value_scales],
     )
 
 
-def stored(shape: tuple[int, int, int], dim: int, dtype: torch.dtype, rounding: str | None) -> list[Tensor]:
+def stored(shape: tuple[int, int, int], dim: int, dtype: torch.dtype, kv_dtype: str | None) -> list[Tensor]:
     """Return a pool of numbers, or of codes and scales."""
-    if rounding is None:
+    if kv_dtype is None:
         return [empty(*shape, dim, dtype=dtype)]
-    n_bytes, n_scales = (dim // 2, 2) if rounding == "int4" else (dim, 1)
+    n_bytes, n_scales = (dim // 2, 2) if kv_dtype == "int4" else (dim, 1)
     return [empty(*shape, n_bytes, dtype=torch.uint8), empty(*shape, n_scales, dtype=SCALE_DTYPE)]
 
 
@@ -105,8 +105,8 @@ def evict_rarely(dtype: torch.dtype, dim: int) -> None:
     numbers = {"score_dtype": dtype, "column_dtype": torch.int32}
     compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=True, **numbers)
     compact(dtype, dim, (1, 1, 1), 1, has_attention=True)
-    for rounding in ("int8", "int4"):
-        compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=True, rounding=rounding)
+    for kv_dtype in ("int8", "int4"):
+        compact(dtype, dim, (BATCH, KV_HEADS, SLOTS), 1024, has_attention=True, kv_dtype=kv_dtype)
 
 
 def compact(
@@ -118,10 +118,10 @@ def compact(
     has_attention: bool,
     score_dtype: torch.dtype = torch.float32,
     column_dtype: torch.dtype = torch.int64,
-    rounding: str | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
-    keys, *key_scales = stored(shape, dim, dtype, rounding)
-    values, *value_scales = stored(shape, dim, dtype, rounding)
+    keys, *key_scales = stored(shape, dim, dtype, kv_dtype)
+    values, *value_scales = stored(shape, dim, dtype, kv_dtype)
     scales = [*key_scales, *value_scales]
     evicted_at = empty(*shape[:2], SEQ, dtype=torch.int32)
     scores, columns = empty(*shape, dtype=score_dtype), empty(*shape, dtype=column_dtype)

@@ -23,7 +23,7 @@ POLICY_OF = {
     "expected_attention": "expected",
 }
 """Policies by the score that they need; rkv needs two."""
-ROUNDINGS = 256
+KV_DTYPES = 256
 """Of the largest score in float32, 3e-5 of it: by so much, times the gate's limit, sums in another order may
 differ."""
 
@@ -82,5 +82,5 @@ def _case(setting: Setting, label: str, name: str, n_due: int) -> Case:
 def check(label: str, name: str, pool: Pool, compute: Callable[..., Tensor] = score) -> float:
     """Against the definition, which computes in float32, in units of 256 roundings of the largest score."""
     actual, truth = compute(name, pool, "triton"), score(name, pool, "reference")
-    plain = truth.double() * (1.0 + ROUNDINGS * torch.finfo(torch.float32).eps)
+    plain = truth.double() * (1.0 + KV_DTYPES * torch.finfo(torch.float32).eps)
     return require_accurate(f"slot_scores, {label}", {"scores": (actual, plain, truth)})

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.kernels.rounding import record_bytes, rounded_bytes
+from lit_rlkv.kernels.quantization import quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
@@ -68,7 +68,7 @@ def rollout_needs(
     own_slots = cache.n_slots(n_columns, n_prompt_columns)
     n_slots += sum(window if window < n_columns else own_slots for window in windows)
     needs = {
-        CACHE: 2 * n_slots * n_rows * n_heads * rounded_bytes(dim, cache.dtype, compute_dtype(model)),
+        CACHE: 2 * n_slots * n_rows * n_heads * quantized_bytes(dim, cache.dtype, compute_dtype(model)),
         "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }

@@ -135,7 +135,7 @@ class SlotLayer(CacheLayerMixin):
         """Write the new keys, and return the attention of the queries over the cached keys.
 
         Given tokens attend to all that is cached and to each other, then the keys that fit the budget are
-        written. With a rounded cache nothing reads the keys and values as they were before.
+        written. With a quantized cache nothing reads the keys and values as they were before.
         """
         self.scaling = scaling
         self.sink = None if sink is None else sink.view(key.shape[1], -1)
@@ -351,7 +351,7 @@ class SlotLayer(CacheLayerMixin):
             softcap=softcap,
             sink=self.sink,
             n_splits=self.cache.n_splits,
-            rounding=keys.rounding,
+            kv_dtype=keys.kv_dtype,
             scales=[*keys.scales, *values.scales],
             **received,
         )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from lit_rlkv.kernels.rounding import dequantise, quantise, record_of
+from lit_rlkv.kernels.quantization import dequantize, quantize, record_of
 
 
 @dataclass(frozen=True)
@@ -16,28 +16,28 @@ class Slots:
 
     parts: tuple[Shaped[Tensor, "row kv_head slot _"], ...]
     """The numbers; or codes, then scales."""
-    rounding: str | None
+    kv_dtype: str | None
     dtype: torch.dtype
     """Dtype of the numbers."""
 
     @classmethod
-    def of(cls, numbers: Tensor, rounding: str | None) -> "Slots":
+    def of(cls, numbers: Tensor, kv_dtype: str | None) -> "Slots":
         """Return vectors as a cache stores them."""
-        parts = (numbers,) if rounding is None else quantise(numbers, rounding)
-        return cls(parts, rounding, numbers.dtype)
+        parts = (numbers,) if kv_dtype is None else quantize(numbers, kv_dtype)
+        return cls(parts, kv_dtype, numbers.dtype)
 
     def read(self) -> Tensor:
         """Return the numbers: the pool itself, or a copy of what its codes stand for."""
-        if self.rounding is None:
+        if self.kv_dtype is None:
             return self.parts[0]
         codes, scales = self.parts
-        return dequantise(codes, scales, self.rounding, self.dtype)
+        return dequantize(codes, scales, self.kv_dtype, self.dtype)
 
     def record(self) -> Tensor:
         """Return the record of the codes, by which a learner finds them again."""
-        assert self.rounding is not None
+        assert self.kv_dtype is not None
         codes, scales = self.parts
-        return record_of(codes, scales, self.rounding)
+        return record_of(codes, scales, self.kv_dtype)
 
     def map(self, change: Callable[..., Tensor], *others: "Slots") -> "Slots":
         """Return `change` of each part, and of the same part of the others."""

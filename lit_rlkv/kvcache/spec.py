@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lit_rlkv.checks import Range
-from lit_rlkv.kernels.rounding import ROUNDINGS
+from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
 
 PYRAMID, BETA = "pyramid", 20
@@ -38,7 +38,7 @@ class CacheSpec:
             list, of a number for each layer with attention and without a window, gives them budgets in its
             proportions. `budget` is their mean, and the budget of layers with a window.
         dtype: "int8", "fp8" or "int4": keys and values are quantized when they arrive, to codes with a scale
-            for each token and KV head, and the rounded ones are read; see `lit_rlkv.kernels.rounding`.
+            for each token and KV head, and the quantized ones are read; see `lit_rlkv.kernels.quantization`.
             None: they stay in the dtype of the model.
 
     Raises:
@@ -72,9 +72,9 @@ class CacheSpec:
             raise ValueError(
                 f"cache.protect_prompt must be true or false, got {self.protect_prompt!r}; choose one"
             )
-        if self.dtype is not None and self.dtype not in ROUNDINGS:
+        if self.dtype is not None and self.dtype not in KV_DTYPES:
             raise ValueError(
-                f"cache.dtype must be one of {', '.join(ROUNDINGS)}, or null for the model's own, got "
+                f"cache.dtype must be one of {', '.join(KV_DTYPES)}, or null for the model's own, got "
                 f"{self.dtype!r}; choose one"
             )
         self._check_profile()

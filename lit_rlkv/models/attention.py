@@ -16,7 +16,7 @@ from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, replayed_at
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
-from lit_rlkv.models.rounded_view import rounded_as
+from lit_rlkv.models.quantized_view import quantized_as
 from lit_rlkv.types import Record
 
 ATTENTION_NAME = "lit_rlkv"
@@ -76,7 +76,7 @@ class Replay:
             sink=sink,
         )
         if self.record.codes is not None:
-            key, value = rounded_as(self.record.codes, layer, key, value)
+            key, value = quantized_as(self.record.codes, layer, key, value)
         if self.probe is not None:
             self.probe(AttentionInputs(layer, query, key, value, scaling, softcap, self.flat))
         return attend(query, key, value) if self.flat is None else self.flat.attend(attend, query, key, value)

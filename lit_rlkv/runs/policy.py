@@ -16,7 +16,7 @@ from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.kernels.rounding import check_dim
+from lit_rlkv.kernels.quantization import check_dim
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
 from lit_rlkv.models.backbone import head_dims, hidden_states, layer_kinds, n_embeddings, token_positions
 from lit_rlkv.models.hydra import Roles, checkpointed_layers

@@ -350,7 +350,7 @@ def test_a_rounded_dense_cache_is_evaluated_beside_the_exact_one(dtype):
     assert {cache.dtype for cache in sparse if not cache.is_dense} == {dtype}
 
 
-def test_the_kl_of_a_rounded_cache_counts_its_rounding():
+def test_the_kl_of_a_quantized_cache_counts_its_rounding():
     exact, rounded = (
         make_evaluator().score_cache(replace(CacheSpec.dense(), dtype=dtype)).row for dtype in (None, "int4")
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.experience.score import score_rollout
-from lit_rlkv.kernels.rounding import record_bytes
+from lit_rlkv.kernels.quantization import record_bytes
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS, ROLES

@@ -33,7 +33,7 @@ class Layers:
     values: dict[int, Tensor] = field(default_factory=dict)
     probs: dict[int, Tensor] = field(default_factory=dict)
     scaling: float = 1.0
-    rounding: str | None = None
+    kv_dtype: str | None = None
     """`CacheSpec.dtype` of the rollout's cache."""
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[row, column, token]: logits / temperature after each column."""
@@ -58,8 +58,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     layer: int = module.layer_idx  # type: ignore[assignment]
     n_groups = query.shape[1] // key.shape[1]
-    if layers.rounding is not None:
-        key, value = (x + (nearest(x.detach(), layers.rounding) - x).detach() for x in (key, value))
+    if layers.kv_dtype is not None:
+        key, value = (x + (nearest(x.detach(), layers.kv_dtype) - x).detach() for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = query @ key.repeat_interleave(n_groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
@@ -77,15 +77,15 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def nearest(x: Tensor, rounding: str) -> Tensor:
+def nearest(x: Tensor, kv_dtype: str) -> Tensor:
     """The nearest numbers that codes can stand for, in the precision of the definition."""
     x32, zero = x.float(), torch.zeros_like(x[..., :1], dtype=torch.float32)
-    if rounding == "int4":
+    if kv_dtype == "int4":
         zero = x32.amin(-1, keepdim=True).bfloat16().float()
-    n_steps = {"int8": 127, "fp8": 448, "int4": 15}[rounding]
+    n_steps = {"int8": 127, "fp8": 448, "int4": 15}[kv_dtype]
     step = ((x32 - zero).abs().amax(-1, keepdim=True) / n_steps).bfloat16().float()
-    place = ((x32 - zero) / step).nan_to_num().clamp(0 if rounding == "int4" else -n_steps, n_steps)
-    place = place.to(torch.float8_e4m3fn).float() if rounding == "fp8" else place.round()
+    place = ((x32 - zero) / step).nan_to_num().clamp(0 if kv_dtype == "int4" else -n_steps, n_steps)
+    place = place.to(torch.float8_e4m3fn).float() if kv_dtype == "fp8" else place.round()
     return (place * step + zero).to(x.dtype)
 
 
@@ -106,7 +106,7 @@ def log_probs(
 ) -> tuple[Tensor, Layers]:
     """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
     codes = rollout.record.codes
-    layers = Layers(seen(rollout), rows, rounding=None if codes is None else codes.dtype)
+    layers = Layers(seen(rollout), rows, kv_dtype=None if codes is None else codes.dtype)
     model.set_attn_implementation(NAME)
     mask = rollout.attention_mask.long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -200,7 +200,7 @@ def wrong_evictions(
     """Say where the record is not that of the policy: step by step, head by head, by the published formulas.
 
     Layers in `without` are not looked at: a window, not the policy, rules there. Keys whose scores are closer
-    than `tolerance`, relative to the largest, may change places by rounding.
+    than `tolerance`, relative to the largest, may change places by kv_dtype.
     """
     wrong = []
     is_given = rollout.attention_mask & ~rollout.response_mask

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from lit_rlkv import generate, prepare_backbone, replay_logps
-from lit_rlkv.kernels.rounding import ROUNDINGS
+from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.types import NEVER, Rollout
@@ -92,7 +92,7 @@ def random_sampling(draw: Any) -> dict[str, Any]:
             sink=sink,
             window=window,
             protect_prompt=draw(st.booleans()),
-            dtype=draw(st.sampled_from([None, *ROUNDINGS])),
+            dtype=draw(st.sampled_from([None, *KV_DTYPES])),
         ),
         "lens": tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))),
         "max_new_tokens": draw(st.integers(1, 24)),
@@ -220,7 +220,7 @@ def test_a_record_whose_heads_are_swapped_is_caught_by_the_formulas():
     assert len(explicit.wrong_evictions(swapped, layers, case.spec)) > 10
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_learner_that_does_not_round_is_caught_by_the_own_forward(dtype: str):
     case = replace(EXAMPLE, spec=replace(EXAMPLE.spec, dtype=dtype))
     rollout, _ = check(case)

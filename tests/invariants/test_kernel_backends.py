@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.kernels.rounding import ROUNDINGS
+from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
@@ -80,8 +80,8 @@ def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
     assert blind > 100 * gap
 
 
-@pytest.mark.parametrize("dtype", short_tier(ROUNDINGS, ["int4"]))
-def test_kernels_read_the_codes_of_a_rounded_cache(dtype: str):
+@pytest.mark.parametrize("dtype", short_tier(KV_DTYPES, ["int4"]))
+def test_kernels_read_the_codes_of_a_quantized_cache(dtype: str):
     rollout = roll_out(
         "triton", "snapkv", cache=CacheSpec(budget=8, interval=2, sink=1, window=3, dtype=dtype)
     )

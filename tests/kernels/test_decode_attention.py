@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.decode_attention import decode_attention, kernel, launch
 from lit_rlkv.kernels.device import Device, assume_device
-from lit_rlkv.kernels.rounding import ROUNDINGS, dequantise, quantise
+from lit_rlkv.kernels.quantization import KV_DTYPES, dequantize, quantize
 from tests.kernels.accuracy import bound, excess_error
 from tests.tiers import slow
 
@@ -389,16 +389,16 @@ def test_a_captured_call_follows_what_its_inputs_hold_at_replay(shape: Shape):
     assert (scores[..., 1:] == 3.0).all()
 
 
-def coded(inputs: Inputs, rounding: str) -> tuple[Inputs, list[Tensor]]:
+def coded(inputs: Inputs, kv_dtype: str) -> tuple[Inputs, list[Tensor]]:
     """Return the inputs with codes in place of keys and values, and their scales; unused ones are junk."""
     dead = torch.arange(inputs.keys.shape[2], device=DEVICE) >= inputs.n_live[:, None]
-    pools = [quantise(pool.nan_to_num(), rounding) for pool in (inputs.keys, inputs.values)]
+    pools = [quantize(pool.nan_to_num(), kv_dtype) for pool in (inputs.keys, inputs.values)]
     codes = [pool.masked_fill(dead[:, None, :, None], 129) for pool, _ in pools]
     scales = [scale.masked_fill(dead[:, None, :, None], 1e4) for _, scale in pools]
     return inputs._replace(keys=codes[0], values=codes[1]), scales
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -409,45 +409,45 @@ def coded(inputs: Inputs, rounding: str) -> tuple[Inputs, list[Tensor]]:
     ids=str,
 )
 def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(
-    kernel_call, shape: Shape, dtype: torch.dtype, rounding: str
+    kernel_call, shape: Shape, dtype: torch.dtype, kv_dtype: str
 ):
     inputs = make_inputs(shape, dtype)
-    codes, scales = coded(inputs, rounding)
+    codes, scales = coded(inputs, kv_dtype)
     numbers = inputs._replace(
-        keys=dequantise(codes.keys, scales[0], rounding, dtype),
-        values=dequantise(codes.values, scales[1], rounding, dtype),
+        keys=dequantize(codes.keys, scales[0], kv_dtype, dtype),
+        values=dequantize(codes.values, scales[1], kv_dtype, dtype),
     )
     buffers = [torch.full(inputs.keys.shape[:3], torch.nan, device=DEVICE) for _ in range(2)]
-    found = kernel_call(*codes, SCALING, received=buffers[0], rounding=rounding, scales=scales)
+    found = kernel_call(*codes, SCALING, received=buffers[0], kv_dtype=kv_dtype, scales=scales)
     expected = kernel_call(*numbers, SCALING, received=buffers[1])
     assert torch.equal(found, expected)
     assert torch.equal(*buffers)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_the_kernel_reads_every_code_as_the_definition_does(rounding: str):
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_kernel_reads_every_code_as_the_definition_does(kv_dtype: str):
     # One slot for each byte, whose value is read alone: the query of each head points at one key.
     codes = torch.arange(256, device=DEVICE).to(torch.uint8).view(1, 1, 256, 1).repeat(1, 1, 1, 16)
-    if rounding == "fp8":  # 127 and 255 are NaN, which no finite vector has
+    if kv_dtype == "fp8":  # 127 and 255 are NaN, which no finite vector has
         codes = codes.masked_fill(codes & 127 == 127, 0)
-    n_scales = 2 if rounding == "int4" else 1
+    n_scales = 2 if kv_dtype == "int4" else 1
     scales = torch.full((1, 1, 256, n_scales), 0.75, dtype=torch.bfloat16, device=DEVICE)
-    expected = dequantise(codes, scales, rounding, torch.float32)
+    expected = dequantize(codes, scales, kv_dtype, torch.float32)
     for slot in range(0, 256, 1 if DEVICE == "cuda" else 15):
         one, n_live = slice(slot, slot + 1), torch.ones(1, dtype=torch.long, device=DEVICE)
         query = torch.zeros(1, 1, 1, expected.shape[-1], device=DEVICE)
         pools, both = [codes[:, :, one]] * 2, [scales[:, :, one]] * 2
-        out = kernel.decode_attention(query, *pools, n_live, 1.0, rounding=rounding, scales=both)
+        out = kernel.decode_attention(query, *pools, n_live, 1.0, kv_dtype=kv_dtype, scales=both)
         assert torch.equal(out[0, 0, 0], expected[0, 0, slot])
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_the_definition_attends_to_what_codes_stand_for(rounding: str):
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_the_definition_attends_to_what_codes_stand_for(kv_dtype: str):
     inputs = make_inputs(TOY, torch.float32)
-    codes, scales = coded(inputs, rounding)
-    numbers = [dequantise(codes[i + 1], scales[i], rounding, torch.float32) for i in range(2)]
-    found = decode_attention(*codes, SCALING, rounding=rounding, scales=scales, kernels="reference")
+    codes, scales = coded(inputs, kv_dtype)
+    numbers = [dequantize(codes[i + 1], scales[i], kv_dtype, torch.float32) for i in range(2)]
+    found = decode_attention(*codes, SCALING, kv_dtype=kv_dtype, scales=scales, kernels="reference")
     expected = decode_attention(codes.query, *numbers, codes.n_live, SCALING, kernels="reference")
     assert torch.equal(found, expected)
-    wrong = decode_attention(*codes, SCALING, rounding=rounding, scales=scales[::-1], kernels="reference")
+    wrong = decode_attention(*codes, SCALING, kv_dtype=kv_dtype, scales=scales[::-1], kernels="reference")
     assert (wrong - found).abs().max() > 1e-2

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kernels.evict import evict
-from lit_rlkv.kernels.rounding import ROUNDINGS, dequantise, quantise, rounded
+from lit_rlkv.kernels.quantization import KV_DTYPES, dequantize, quantize, quantized
 from lit_rlkv.types import NEVER
 from tests.kernels.evict_cases import (
     DEVICE,
@@ -322,13 +322,13 @@ def test_tensors_that_cannot_be_compacted_in_place_are_refused():
         evict_pool(apart, 9, "triton")
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_codes_and_scales_move_together(kernels: str, rounding: str):
+def test_codes_and_scales_move_together(kernels: str, kv_dtype: str):
     pool = make_pool(33)
     plain = evicted(pool, 20, "reference")
     (keys, key_scales), (values, value_scales) = (
-        quantise(each, rounding) for each in (pool.keys, pool.values)
+        quantize(each, kv_dtype) for each in (pool.keys, pool.values)
     )
     coded = replace(pool, keys=keys, values=values).on(DEVICE)
     scales = [each.to(DEVICE) for each in (key_scales, value_scales)]
@@ -340,8 +340,8 @@ def test_codes_and_scales_move_together(kernels: str, rounding: str):
     for codes, scale, moved in zip(
         (coded.keys, coded.values), scales, (plain.keys, plain.values), strict=True
     ):
-        expected = rounded(moved, rounding)
-        assert torch.equal(dequantise(codes, scale, rounding, torch.float32)[front], expected[front])
+        expected = quantized(moved, kv_dtype)
+        assert torch.equal(dequantize(codes, scale, kv_dtype, torch.float32)[front], expected[front])
     assert not torch.equal(scales[0], before[0])
     waits = ~coded.is_due
     assert all(torch.equal(after[waits], each[waits]) for after, each in zip(scales, before, strict=True))

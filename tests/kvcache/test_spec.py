@@ -110,7 +110,7 @@ def test_a_dtype_that_no_rounding_has_is_refused():
         CacheSpec(dtype="int3")
 
 
-def test_a_rounded_cache_says_so_in_its_label_and_is_not_exact():
+def test_a_quantized_cache_says_so_in_its_label_and_is_not_exact():
     assert CacheSpec("h2o", budget=32, interval=8, dtype="int4").label == "h2o 32+8 int4"
     rounded = replace(CacheSpec.dense(), dtype="int8")
     assert (rounded.label, rounded.is_dense, rounded.is_exact) == ("dense int8", True, False)

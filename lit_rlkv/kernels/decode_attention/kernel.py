@@ -14,7 +14,7 @@ softmax-weighted mean, peak and total, and a second kernel merges them in the or
 `n_splits` their number depends on the device and on shapes, the number of rows among them. There are no
 atomics, so results are deterministic.
 
-Codes of a rounded cache become numbers in the tile: code · scale, exactly as `kernels.rounding` says, in
+Codes of a quantized cache are numbers in the tile: code · scale, exactly as `kernels.quantization` has it, in
 float32 and then in the dtype of the query. The bits of fp8 are read as integers, for GPUs without that type.
 
 A sink is a logit without a key: the running peak and total of the first split begin with it.
@@ -72,7 +72,7 @@ def _write_received(
 @no_type_check
 def _load_tile(
     vectors, scales, scale_slot, block, dims, is_slot, is_dim, like,
-    HALF: tl.constexpr, ROUNDING: tl.constexpr,
+    HALF: tl.constexpr, KV_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Load the vectors at these places, [slot, dim], or what their codes stand for in the dtype of `like`.
 
@@ -80,14 +80,14 @@ def _load_tile(
     """
     is_read = is_slot[:, None] & is_dim[None, :]
     tile = tl.load(vectors, mask=is_read, other=0, eviction_policy="evict_first")
-    if ROUNDING is not None:
+    if KV_DTYPE is not None:
         scales += block * scale_slot
         scale = tl.load(scales, mask=is_slot, other=0.0).to(tl.float32)[:, None]
         codes = tile.to(tl.int32)
-        if ROUNDING == "int4":
+        if KV_DTYPE == "int4":
             zero = tl.load(scales + 1, mask=is_slot, other=0.0).to(tl.float32)[:, None]
             number = tl.where(dims[None, :] < HALF, codes & 15, codes >> 4).to(tl.float32) * scale + zero
-        elif ROUNDING == "int8":
+        elif KV_DTYPE == "int8":
             number = (codes - ((codes & 128) << 1)).to(tl.float32) * scale
         else:
             # 4 bits of exponent with bias 7, and 3 of mantissa, which count in 2^-9 without an exponent.
@@ -109,7 +109,7 @@ def _attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK: tl.constexpr,
     N_SPLITS: tl.constexpr, ACCUMULATES: tl.constexpr, SHARED_HEADS: tl.constexpr,
-    SHARED_BLOCK: tl.constexpr, PRECISION: tl.constexpr, ROUNDING: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr, PRECISION: tl.constexpr, KV_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Write output, peak and total of one pair over one split, and `received` if there is one split.
 
@@ -135,12 +135,12 @@ def _attend(
     )
     keys += row * key_row + kv_head * key_kv + first.to(tl.int64) * key_slot
     values += row * value_row + kv_head * value_kv + first.to(tl.int64) * value_slot
-    if ROUNDING is not None:
+    if KV_DTYPE is not None:
         key_scales += row * key_scale_row + kv_head * key_scale_kv + first.to(tl.int64) * key_scale_slot
         value_scales += (
             row * value_scale_row + kv_head * value_scale_kv + first.to(tl.int64) * value_scale_slot
         )
-    is_packed: tl.constexpr = ROUNDING == "int4"
+    is_packed: tl.constexpr = KV_DTYPE == "int4"
     key_tile = block[:, None] * key_slot + (dims % (DIM // 2) if is_packed else dims)[None, :]
     value_tile = block[:, None] * value_slot + (dims_v % (DIM_V // 2) if is_packed else dims_v)[None, :]
     if logits is not None:
@@ -158,7 +158,7 @@ def _attend(
         slots = start + block
         is_live = slots < end
         k = _load_tile(
-            keys + key_tile, key_scales, key_scale_slot, block, dims, is_live, is_dim, q, DIM // 2, ROUNDING
+            keys + key_tile, key_scales, key_scale_slot, block, dims, is_live, is_dim, q, DIM // 2, KV_DTYPE
         )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if softcap is not None:
@@ -173,13 +173,13 @@ def _attend(
         total = total * decay[:, None] + p
         v = _load_tile(
             values + value_tile, value_scales, value_scale_slot, block, dims_v, is_live, is_dim_v, q,
-            DIM_V // 2, ROUNDING,
+            DIM_V // 2, KV_DTYPE,
         )  # fmt: skip
         mean = tl.dot(p.to(v.dtype), v, mean * decay[:, None], input_precision=PRECISION)
         peak = new_peak
         keys += BLOCK * key_slot
         values += BLOCK * value_slot
-        if ROUNDING is not None:
+        if KV_DTYPE is not None:
             key_scales += BLOCK * key_scale_slot
             value_scales += BLOCK * value_scale_slot
 
@@ -250,20 +250,20 @@ def _merge(
 @on_tensor_device
 def decode_attention(
     query, keys, values, n_live, scaling, *, softcap=None, sink=None, received=None, accumulates=False,
-    n_splits=None, rounding=None, scales=(),
+    n_splits=None, kv_dtype=None, scales=(),
 ):  # fmt: skip
     """Run `reference.decode_attention` in Triton."""
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
     scales = [with_unit_stride(tensor) for tensor in scales] or [None, None]
-    launch = plan(query, keys, values, n_splits, rounding)
+    launch = plan(query, keys, values, n_splits, kv_dtype)
     is_split = launch.n_splits > 1
     batch, n_kv_heads, group, dim = query.shape
-    n_pairs, n_slots, dim_v = batch * n_kv_heads, values.shape[2], value_dim(values, rounding)
+    n_pairs, n_slots, dim_v = batch * n_kv_heads, values.shape[2], value_dim(values, kv_dtype)
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=query.device)
 
-    dtype = values.dtype if rounding is None else query.dtype
+    dtype = values.dtype if kv_dtype is None else query.dtype
     out = torch.empty(batch, n_kv_heads, group, dim_v, dtype=dtype, device=query.device)
     peaks, totals = scratch(n_pairs, launch.n_splits, group), scratch(n_pairs, launch.n_splits, group)
     means = scratch(n_pairs, launch.n_splits, group, dim_v) if is_split else out
@@ -283,7 +283,7 @@ def decode_attention(
         scaling * LOG2_E.value if softcap is None else scaling / softcap,
         None if softcap is None else softcap * LOG2_E.value,
         DIM=dim, HEADS=padded(group), DIMS=padded(dim), BLOCK=launch.block,
-        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision, ROUNDING=rounding,
+        SHARED_BLOCK=shared_block(8192, group, n_slots), PRECISION=precision, KV_DTYPE=kv_dtype,
         num_warps=launch.n_warps, num_stages=launch.n_stages, **sizes,
     )  # fmt: skip
     if is_split:

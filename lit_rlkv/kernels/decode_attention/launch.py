@@ -35,18 +35,18 @@ class Launch:
 
 
 def fits(
-    query: Tensor, keys: Tensor, values: Tensor, *args: object, rounding: str | None = None, **kwargs: object
+    query: Tensor, keys: Tensor, values: Tensor, *args: object, kv_dtype: str | None = None, **kwargs: object
 ) -> bool:
     """Return True if one program can hold the query heads of a group on an L40S, A100 or H100.
 
     Takes the arguments of `decode_attention`. In 16 bit 128 heads of 256 dimensions fit.
     """
-    return _query_bytes(query, value_dim(values, rounding)) <= MAX_QUERY_BYTES
+    return _query_bytes(query, value_dim(values, kv_dtype)) <= MAX_QUERY_BYTES
 
 
-def value_dim(values: Tensor, rounding: str | None) -> int:
+def value_dim(values: Tensor, kv_dtype: str | None) -> int:
     """Return the numbers of a value, of which int4 has two in a byte."""
-    return values.shape[3] * (2 if rounding == "int4" else 1)
+    return values.shape[3] * (2 if kv_dtype == "int4" else 1)
 
 
 def _query_bytes(query: Tensor, dim_v: int) -> int:
@@ -58,11 +58,11 @@ def _row_bytes(query: Tensor, dim_v: int) -> int:
 
 
 def plan(
-    query: Tensor, keys: Tensor, values: Tensor, n_splits: int | None = None, rounding: str | None = None
+    query: Tensor, keys: Tensor, values: Tensor, n_splits: int | None = None, kv_dtype: str | None = None
 ) -> Launch:
     """Return the launch sizes of a call of `decode_attention`; `n_splits` overrides the choice."""
     n_pairs, group, n_slots = query.shape[0] * query.shape[1], query.shape[2], keys.shape[2]
-    dim_v = value_dim(values, rounding)
+    dim_v = value_dim(values, kv_dtype)
     device = device_info(query.device)
     if n_splits is None:
         n_splits = choose_n_splits(n_pairs, n_slots, device.n_multiprocessors)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int, Shaped
 from torch import Tensor
 
-from lit_rlkv.kernels.rounding import dequantise
+from lit_rlkv.kernels.quantization import dequantize
 
 
 def decode_attention(
@@ -21,7 +21,7 @@ def decode_attention(
     received: Float32[Tensor, "batch kv_head slot"] | None = None,
     accumulates: bool = False,
     n_splits: int | None = None,
-    rounding: str | None = None,
+    kv_dtype: str | None = None,
     scales: Sequence[Tensor] = (),
 ) -> Float[Tensor, "batch kv_head group dim_v"]:
     """Return softmax(q·kᵀ·scaling) v over the first `n_live` slots of each row; 0 for a row without any.
@@ -38,12 +38,12 @@ def decode_attention(
             from 0.
         n_splits: programs of the kernel that share the slots of a row and KV head, 1 to `launch.MAX_SPLITS`.
             Float error depends on it. None: more of them for fewer rows. The definition does not split.
-        rounding: `keys` and `values` are the codes of `kernels.rounding`; None: numbers.
+        kv_dtype: `keys` and `values` are the codes of `kernels.quantization`; None: numbers.
         scales: of the codes of keys and of values, [batch, kv_head, slot, scale].
     """
-    if rounding is not None:
+    if kv_dtype is not None:
         keys, values = (
-            dequantise(*pool, rounding, query.dtype) for pool in zip((keys, values), scales, strict=True)
+            dequantize(*pool, kv_dtype, query.dtype) for pool in zip((keys, values), scales, strict=True)
         )
     slot = torch.arange(keys.shape[2], device=keys.device)
     is_unused = (slot >= n_live[:, None])[:, None]

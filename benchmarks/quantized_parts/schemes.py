@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from rounded_parts.replay import in_place_of
+from quantized_parts.replay import in_place_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.token_logps.reference import kl_of_logits
-from lit_rlkv.models import rounded_view
+from lit_rlkv.models import quantized_view
 from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.types import NEVER, Codes, Record
 
@@ -57,6 +57,6 @@ def measure(model: PreTrainedModel, text: Tensor, scheme: str, bits: int) -> dic
         return head_logits(model, hidden[:, N_SKIPPED:])
 
     exact = logits(None)
-    with in_place_of(rounded_view, "rounded", SCHEMES[scheme](bits)):
+    with in_place_of(quantized_view, "quantized", SCHEMES[scheme](bits)):
         rounded = logits(Codes("int8", unread))
     return {"kl": kl_of_logits(exact, rounded, 1.0).double().mean().item()}

@@ -1,4 +1,4 @@
-"""Rounding (quantization) of keys and values: codes of 8 or 4 bits, with one scale for each vector."""
+"""Quantization of keys and values: codes of 8 or 4 bits, with one scale for each vector."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}
-ROUNDINGS = tuple(LARGEST_CODE)
+KV_DTYPES = tuple(LARGEST_CODE)
 SCALE_DTYPE = torch.bfloat16
 """8 bits of precision: a code times a scale is exact in float32, so that all kernels agree on it bit by bit.
 It has the range of float32, and is the same in sampler and learner unless float error crosses one of its
@@ -21,11 +21,11 @@ zero point by at most this many steps. A change of each number by half a step st
 NEAR_MIDDLE = 0.25
 """A recorded bit decides between two neighbouring codes for a number at most this many steps from their
 middle. So errors below it change no code. On SmolLM2 no code changes in float32, and 5 % at most in bfloat16
-(benchmarks/rounded_cache.py). A number of other weights moves by this much more than half a step at most."""
+(benchmarks/quantized_cache.py). A number of other weights moves by this much more than half a step."""
 
 
-def quantise(
-    vectors: Float[Tensor, "*lead dim"], rounding: str
+def quantize(
+    vectors: Float[Tensor, "*lead dim"], kv_dtype: str
 ) -> tuple[UInt8[Tensor, "*lead byte"], BFloat16[Tensor, "*lead scale"]]:
     """Return the codes of each vector as bytes, and its scale; with int4 also its zero point.
 
@@ -37,9 +37,9 @@ def quantise(
     Raises:
         ValueError: int4 is to put an odd number of codes in bytes.
     """
-    wide, most = vectors.float(), LARGEST_CODE[rounding]
-    if rounding == "int4":
-        check_dim(vectors.shape[-1], rounding)
+    wide, most = vectors.float(), LARGEST_CODE[kv_dtype]
+    if kv_dtype == "int4":
+        check_dim(vectors.shape[-1], kv_dtype)
         zero = wide.amin(-1, keepdim=True).to(SCALE_DTYPE)
         wide = wide - zero
         scale = (wide.amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
@@ -48,19 +48,19 @@ def quantise(
         return low | high << 4, torch.cat([scale, zero], dim=-1)
     scale = (wide.abs().amax(-1, keepdim=True) / most).to(SCALE_DTYPE)
     codes = _divided(wide, scale)
-    if rounding == "int8":
+    if kv_dtype == "int8":
         codes = codes.round()
     codes = codes.clamp(-most, most)
-    return codes.to(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).view(torch.uint8), scale
+    return codes.to(torch.int8 if kv_dtype == "int8" else torch.float8_e4m3fn).view(torch.uint8), scale
 
 
-def check_dim(dim: int, rounding: str | None) -> None:
-    """Check that vectors of so many numbers can be rounded.
+def check_dim(dim: int, kv_dtype: str | None) -> None:
+    """Check that vectors of so many numbers can be quantized.
 
     Raises:
         ValueError: int4 is to put an odd number of codes in bytes.
     """
-    if rounding == "int4" and dim % 2:
+    if kv_dtype == "int4" and dim % 2:
         raise ValueError(
             f"cache.dtype=int4 puts two codes in a byte, and heads have {dim} dimensions; use int8 or fp8"
         )
@@ -71,52 +71,52 @@ def _divided(wide: Tensor, scale: Tensor) -> Tensor:
     return wide / scale.float().masked_fill(scale == 0, 1.0)
 
 
-def dequantise(
+def dequantize(
     codes: UInt8[Tensor, "*lead byte"],
     scales: BFloat16[Tensor, "*lead scale"],
-    rounding: str,
+    kv_dtype: str,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*lead dim"]:
     """Return code · scale, with int4 + zero, in float32 and then in `dtype`."""
     scale = scales[..., :1].float()
-    if rounding == "int4":
-        return (_each(codes, rounding).float() * scale + scales[..., 1:].float()).to(dtype)
-    numbers = codes.view(torch.int8 if rounding == "int8" else torch.float8_e4m3fn).float()
+    if kv_dtype == "int4":
+        return (_each(codes, kv_dtype).float() * scale + scales[..., 1:].float()).to(dtype)
+    numbers = codes.view(torch.int8 if kv_dtype == "int8" else torch.float8_e4m3fn).float()
     return (numbers * scale).to(dtype)
 
 
 def record_of(
-    codes: UInt8[Tensor, "*lead byte"], scales: BFloat16[Tensor, "*lead scale"], rounding: str
+    codes: UInt8[Tensor, "*lead byte"], scales: BFloat16[Tensor, "*lead scale"], kv_dtype: str
 ) -> UInt8[Tensor, "*lead record"]:
     """Return what tells the codes of a vector apart from their neighbours: their last bits, and the scale."""
-    bits = _each(codes, rounding) & 1
+    bits = _each(codes, kv_dtype) & 1
     bits = F.pad(bits, (0, -bits.shape[-1] % 8))
     bits = bits.view(*bits.shape[:-1], -1, 8)
     packed = (bits << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
     return torch.cat([packed, scales.view(torch.uint8)], dim=-1)
 
 
-def rounded(
-    vectors: Float[Tensor, "*lead dim"], rounding: str, record: UInt8[Tensor, "*lead record"] | None = None
+def quantized(
+    vectors: Float[Tensor, "*lead dim"], kv_dtype: str, record: UInt8[Tensor, "*lead record"] | None = None
 ) -> Float[Tensor, "*lead dim"]:
-    """Return the vectors as a rounded cache gives them back; their gradient goes straight through.
+    """Return the vectors as a quantized cache gives them back; their gradient goes straight through.
 
     Args:
         record: `record_of` the sampler's codes. The result is then theirs if the vectors are off by less
             than `NEAR_MIDDLE` steps. One whose scale is another is rounded by itself. None: all are.
     """
-    out: Tensor = _Rounded.apply(vectors, rounding, record)  # type: ignore[no-untyped-call]
+    out: Tensor = _Quantized.apply(vectors, kv_dtype, record)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Rounded(torch.autograd.Function):
+class _Quantized(torch.autograd.Function):
     """Not x + (r - x).detach(), which is not r in 16 bit."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, rounding: str, record: Tensor | None) -> Tensor:
-        codes, scales = quantise(vectors, rounding)
-        own = dequantise(codes, scales, rounding, vectors.dtype)
-        return own if record is None else _by_record(vectors, own, scales.float(), rounding, record)
+    def forward(ctx: Any, vectors: Tensor, kv_dtype: str, record: Tensor | None) -> Tensor:
+        codes, scales = quantize(vectors, kv_dtype)
+        own = dequantize(codes, scales, kv_dtype, vectors.dtype)
+        return own if record is None else _by_record(vectors, own, scales.float(), kv_dtype, record)
 
     @staticmethod
     @once_differentiable
@@ -124,54 +124,54 @@ class _Rounded(torch.autograd.Function):
         return upstream, None, None
 
 
-def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, rounding: str, record: Tensor) -> Tensor:
+def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, kv_dtype: str, record: Tensor) -> Tensor:
     """Return the nearest numbers, of two about as near the recorded ones; `own` if the scale is another."""
-    dim, n_scales = vectors.shape[-1], 2 if rounding == "int4" else 1
+    dim, n_scales = vectors.shape[-1], 2 if kv_dtype == "int4" else 1
     packed, scale_bytes = record[..., : -(-dim // 8)], record[..., -SCALE_DTYPE.itemsize * n_scales :]
     bits = (packed[..., None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1).flatten(-2)
     scales = scale_bytes.contiguous().view(SCALE_DTYPE).float()
-    wide = vectors.float() - (scales[..., 1:] if rounding == "int4" else 0.0)
+    wide = vectors.float() - (scales[..., 1:] if kv_dtype == "int4" else 0.0)
     place = _divided(wide, scales[..., :1])
-    least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[rounding]
-    if rounding == "fp8":  # ordered by their size, of which the sign is taken apart
+    least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[kv_dtype]
+    if kv_dtype == "fp8":  # ordered by their size, of which the sign is taken apart
         code = place.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
         number = torch.where(code < 128, code, 128 - code)
     else:
         number = place.round().clamp(least, most).int()
-    nearest = _values(number, rounding)
+    nearest = _values(number, kv_dtype)
     other = (number + torch.where(place >= nearest, 1, -1)).clamp(least, most)
-    step = _values(other, rounding) - nearest
+    step = _values(other, kv_dtype) - nearest
     # Beyond the last code both are one, and the step is 0.
     is_other = ((place - nearest) / step >= 0.5 - NEAR_MIDDLE) & ((number & 1) != bits[..., :dim])
     values = torch.where(is_other, nearest + step, nearest) * scales[..., :1]
-    values = values + scales[..., 1:] if rounding == "int4" else values
+    values = values + scales[..., 1:] if kv_dtype == "int4" else values
     error = (own_scales - scales).abs() / scales[..., :1]
-    is_same = error[..., :1] <= SAME_SCALE[rounding]
-    if rounding == "int4":
+    is_same = error[..., :1] <= SAME_SCALE[kv_dtype]
+    if kv_dtype == "int4":
         is_same &= error[..., 1:] <= SAME_ZERO
     return torch.where(is_same, values.to(vectors.dtype), own)
 
 
-def _values(numbers: Tensor, rounding: str) -> Tensor:
+def _values(numbers: Tensor, kv_dtype: str) -> Tensor:
     """Return what the codes of these numbers stand for, without the scale."""
-    if rounding != "fp8":
+    if kv_dtype != "fp8":
         return numbers.float()
     return torch.where(numbers < 0, 128 - numbers, numbers).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def _each(codes: Tensor, rounding: str) -> Tensor:
+def _each(codes: Tensor, kv_dtype: str) -> Tensor:
     """Return the code of each number in a byte of its own."""
-    return torch.cat([codes & 15, codes >> 4], dim=-1) if rounding == "int4" else codes
+    return torch.cat([codes & 15, codes >> 4], dim=-1) if kv_dtype == "int4" else codes
 
 
-def rounded_bytes(dim: int, rounding: str | None, dtype: torch.dtype) -> int:
-    """Return the bytes of a vector in a cache of this rounding, its scale included."""
-    if rounding is None:
+def quantized_bytes(dim: int, kv_dtype: str | None, dtype: torch.dtype) -> int:
+    """Return the bytes of a vector in a cache of this dtype, its scale included."""
+    if kv_dtype is None:
         return dim * dtype.itemsize
-    n_codes, n_scales = (dim // 2, 2) if rounding == "int4" else (dim, 1)
+    n_codes, n_scales = (dim // 2, 2) if kv_dtype == "int4" else (dim, 1)
     return n_codes + n_scales * SCALE_DTYPE.itemsize
 
 
-def record_bytes(dim: int, rounding: str) -> int:
+def record_bytes(dim: int, kv_dtype: str) -> int:
     """Return the bytes of a vector's `record_of`."""
-    return -(-dim // 8) + SCALE_DTYPE.itemsize * (2 if rounding == "int4" else 1)
+    return -(-dim // 8) + SCALE_DTYPE.itemsize * (2 if kv_dtype == "int4" else 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kernels.rounding import ROUNDINGS, rounded_bytes
+from lit_rlkv.kernels.quantization import KV_DTYPES, quantized_bytes
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
@@ -30,7 +30,7 @@ FLOAT32_TOLERANCE = 1e-4
 NOTICED = 1e-3
 """Gap of a learner that rounds in another way, at least."""
 LENS = (14, 9, 4, 1)
-CROSS = diagonal(["dense", *POLICIES], ROUNDINGS)
+CROSS = diagonal(["dense", *POLICIES], KV_DTYPES)
 
 
 def spec_of(policy: str, dtype: str | None) -> CacheSpec:
@@ -78,11 +78,11 @@ def test_the_learner_replays_rounded_keys_and_values_exactly(policy: str, dtype:
     assert gap(in_double(), rollout) < TOLERANCE
     assert gap(in_double(), by_itself(rollout)) < TOLERANCE
     assert gap(in_double(), rollout.with_record(codes=None)) > NOTICED
-    for other in {*ROUNDINGS} - {dtype}:
+    for other in {*KV_DTYPES} - {dtype}:
         assert gap(in_double(), with_codes(by_itself(rollout), dtype=other)) > NOTICED, other
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_dense_learner_does_not_round(dtype: str):
     rollout = roll_out(in_double(), spec_of("dense", dtype))
     assert gap(in_double(), rollout, shadow=False) == gap(in_double(), rollout.with_record(codes=None))
@@ -90,7 +90,7 @@ def test_a_dense_learner_does_not_round(dtype: str):
 
 @pytest.mark.parametrize("family", every_nth(3, FAMILIES))
 def test_every_family_rounds(family: str):
-    for dtype in ROUNDINGS:
+    for dtype in KV_DTYPES:
         assert gap(in_double(family), roll_out(in_double(family), spec_of("h2o", dtype))) < TOLERANCE
 
 
@@ -105,7 +105,7 @@ def test_chunks_turns_and_samples_that_share_a_prompt_take_the_codes_along(polic
     assert gap(model, rollout.with_record(codes=None)) > NOTICED
 
 
-@pytest.mark.parametrize(("dtype", "family"), diagonal(ROUNDINGS, test_sliding_windows.CASES))
+@pytest.mark.parametrize(("dtype", "family"), diagonal(KV_DTYPES, test_sliding_windows.CASES))
 def test_rings_of_windows_hold_codes(family: str, dtype: str):
     model = test_sliding_windows.windowed(family)
     if family in test_sliding_windows.OTHERS:
@@ -117,7 +117,7 @@ def test_rings_of_windows_hold_codes(family: str, dtype: str):
         assert gap(model, rollout.with_record(codes=None)) > NOTICED
 
 
-@pytest.mark.parametrize(("dtype", "name"), diagonal(ROUNDINGS, test_hybrids.CONFIGS))
+@pytest.mark.parametrize(("dtype", "name"), diagonal(KV_DTYPES, test_hybrids.CONFIGS))
 def test_states_beside_the_keys_are_not_rounded(name: str, dtype: str):
     model = prepare_backbone(test_hybrids.hybrid(name))
     rollout = roll_out(model, spec_of("h2o", dtype))
@@ -125,14 +125,14 @@ def test_states_beside_the_keys_are_not_rounded(name: str, dtype: str):
     assert gap(model, rollout.with_record(codes=None)) > 5 * FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_codes_follow_a_dense_cache_that_grows(dtype: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 3)
     rollout = roll_out(in_double(), spec_of("dense", dtype), max_new_tokens=30)
     assert gap(in_double(), rollout) < TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: str):
     torch.manual_seed(0)
     model = prepare_backbone(build(tiny_config("qwen3", num_hidden_layers=6)))
@@ -148,16 +148,16 @@ def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: s
     assert gap(model, wrong) > 2e-3
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_bytes_are_those_of_codes_and_scales(dtype: str):
     rollout = roll_out(tiny_model("qwen3"), spec_of("snapkv", dtype))
-    vector = rounded_bytes(HEAD_DIM, dtype, torch.float32)
+    vector = quantized_bytes(HEAD_DIM, dtype, torch.float32)
     assert rollout.kv_bytes == 2 * LAYERS * len(LENS) * 2 * (8 + 3) * vector
     whole = roll_out(tiny_model("qwen3"), spec_of("snapkv", None))
     assert rollout.kv_bytes < whole.kv_bytes / 2
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_gradients_are_those_of_attention_at_the_rounded_numbers(dtype: str):
     model = copy.deepcopy(in_double())
     rollout = roll_out(model, spec_of("h2o", dtype))
@@ -168,7 +168,7 @@ def test_gradients_are_those_of_attention_at_the_rounded_numbers(dtype: str):
     assert key.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_learned_policy_with_a_budget_of_each_layer_is_replayed(dtype: str):
     spec = replace(spec_of("learned", dtype), budget_profile=(13, 5, 6))
     rollout = roll_out(in_double(), spec, prefill_chunk=4, eos_token_id=None)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv import CacheSpec, Rollout, replay_logps
-from lit_rlkv.kernels.rounding import dequantise, quantise, rounded
+from lit_rlkv.kernels.quantization import dequantize, quantize, quantized
 from lit_rlkv.kvcache import slots
-from lit_rlkv.models import rounded_view
+from lit_rlkv.models import quantized_view
 
 Coded = tuple[Tensor, Tensor]
 """Codes and scales."""
@@ -37,7 +37,7 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     `unrounded` of one that does not round.
     """
     sampled: list[Coded] = []
-    with in_place_of(slots, "quantise", _recording(sampled)):
+    with in_place_of(slots, "quantize", _recording(sampled)):
         rollout = sample(model, prompts, spec, n_tokens)
     found: dict[str, Any] = {"n_response_tokens": int(rollout.response_mask.sum())}
     if spec.dtype is None:
@@ -45,7 +45,7 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     n_streams = 2 * model.config.num_hidden_layers  # keys and values of each layer
     coded = [zip(*sampled[stream::n_streams], strict=True) for stream in range(n_streams)]
     streams = [
-        dequantise(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
+        dequantize(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
     ]
     found["record_bytes"], found["kv_bytes"] = rollout.record.part_bytes, rollout.kv_bytes
     codes = rollout.record.codes
@@ -53,7 +53,7 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     no_scales = replace(codes, record=torch.zeros_like(codes.record))  # so each vector is rounded by itself
     for name, learner in {"gap": rollout, "by_itself": rollout.with_record(codes=no_scales)}.items():
         numbers: list[Tensor] = []
-        with in_place_of(rounded_view, "rounded", _listening(numbers)):
+        with in_place_of(quantized_view, "quantized", _listening(numbers)):
             found[name] = _gap(model, learner)
         moved = [(a != b).float().mean().item() for a, b in zip(streams, numbers, strict=True)]
         found[f"{name}_moved"] = sum(moved) / len(moved)
@@ -69,16 +69,16 @@ def _gap(model: PreTrainedModel, rollout: Rollout) -> dict[str, float]:
 
 
 def _recording(calls: list[Coded]) -> Callable[[Tensor, str], Coded]:
-    def quantise_and_record(vectors: Tensor, rounding: str) -> Coded:
-        calls.append(quantise(vectors, rounding))
+    def quantize_and_record(vectors: Tensor, kv_dtype: str) -> Coded:
+        calls.append(quantize(vectors, kv_dtype))
         return calls[-1]
 
-    return quantise_and_record
+    return quantize_and_record
 
 
 def _listening(numbers: list[Tensor]) -> Callable[..., Tensor]:
     def round_and_record(*arguments: Any) -> Tensor:
-        numbers.append(rounded(*arguments))
+        numbers.append(quantized(*arguments))
         return numbers[-1]
 
     return round_and_record

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
 from pretrained_parts.results import Group
-from rounded_parts.answers import BUDGETS, DTYPES, KINDS, POLICY
+from quantized_parts.answers import BUDGETS, DTYPES, KINDS, POLICY
 from text_table import text_table
 
 from lit_rlkv.reporting.plots.style import (

@@ -1,7 +1,7 @@
 """Rounded keys and values on a pretrained model: what they cost at equal bytes, and how exact the replay is.
 
-    python benchmarks/rounded_cache.py --record [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts replay]
-    python benchmarks/rounded_cache.py --report         tables and figure of docs/results/pretrained.md
+    python benchmarks/quantized_cache.py --record [models/SmolLM2-135M-Instruct.Q4_1.gguf] [--parts replay]
+    python benchmarks/quantized_cache.py --report         tables and figure of docs/results/pretrained.md
 
 `make smollm2` fetches the model. *answers*: documents and few-shot questions, the prompts and the measures of
 benchmarks/pretrained.py, for each `cache.dtype` with all keys and at the budgets that fit in the bytes of 16,
@@ -29,17 +29,17 @@ import torch
 from pretrained import MODEL, ROOT, model_folder
 from pretrained_parts.answers import Answers, timed
 from pretrained_parts.rollouts import Models
+from quantized_parts import drift, replay, report, schemes
+from quantized_parts.answers import DTYPES, SIZES, cells
 from replay_gap import TEXTS
-from rounded_parts import drift, replay, report, schemes
-from rounded_parts.answers import DTYPES, SIZES, cells
 from time_limit import TimeLimit
 from torch import Tensor
 
 from lit_rlkv import CacheSpec
-from lit_rlkv.kernels.rounding import ROUNDINGS
+from lit_rlkv.kernels.quantization import KV_DTYPES
 
-NAME = "rounded_cache"
-FIGURE = ROOT / "docs" / "results" / "pictures" / "rounded_cache.png"
+NAME = "quantized_cache"
+FIGURE = ROOT / "docs" / "results" / "pictures" / "quantized_cache.png"
 TEXT = {"rows": 4, "tokens": 256}
 """Size of the text that the schemes are measured on."""
 ROWS, PROMPT, NEW = 2, 128, 48
@@ -74,7 +74,7 @@ def replay_cells(models: Models, model: str) -> Cells:
 
 
 def drift_cells(models: Models, model: str) -> Cells:
-    for dtype, steps in product(ROUNDINGS, drift.STEPS):
+    for dtype, steps in product(KV_DTYPES, drift.STEPS):
         yield {"block": "drift", "dtype": dtype, "steps": steps}, partial(drift.measure, dtype, steps)
 
 

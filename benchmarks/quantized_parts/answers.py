@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from pretrained_parts.setting import DENSE, Cell, Sizes
 
-from lit_rlkv.kernels.rounding import ROUNDINGS, rounded_bytes
+from lit_rlkv.kernels.quantization import KV_DTYPES, quantized_bytes
 from lit_rlkv.kvcache import CacheSpec
 
-DTYPES = (None, *ROUNDINGS)
+DTYPES = (None, *KV_DTYPES)
 HEAD_DIM = 64
 """Dimensions of a head of SmolLM2."""
 KINDS = ("recall", "few_shot")
@@ -22,7 +22,7 @@ SIZES = Sizes()
 
 
 @dataclass(frozen=True)
-class RoundedCell(Cell):
+class QuantizedCell(Cell):
     """A cell whose cache rounds; its budget is what fits in the bytes of `keys_16bit` keys."""
 
     dtype: str | None = None
@@ -38,15 +38,15 @@ class RoundedCell(Cell):
 
 def equal_budget(keys_16bit: int, dtype: str | None) -> int:
     """Return the keys whose codes and scales take the bytes of so many keys in 16 bit."""
-    sixteen = rounded_bytes(HEAD_DIM, None, torch.bfloat16)
-    return keys_16bit * sixteen // rounded_bytes(HEAD_DIM, dtype, torch.bfloat16)
+    sixteen = quantized_bytes(HEAD_DIM, None, torch.bfloat16)
+    return keys_16bit * sixteen // quantized_bytes(HEAD_DIM, dtype, torch.bfloat16)
 
 
-def cells(kinds: tuple[str, ...] = KINDS, budgets: tuple[int, ...] = BUDGETS) -> Iterator[RoundedCell]:
+def cells(kinds: tuple[str, ...] = KINDS, budgets: tuple[int, ...] = BUDGETS) -> Iterator[QuantizedCell]:
     """Yield all cells; those of a kind and dtype follow each other, because they share a prefill."""
     for kind in kinds:
         for dtype in DTYPES:
             size = {"chunk": 0, "rows": PROMPTS, "tokens": SIZES.answer_tokens, "dtype": dtype}
-            yield RoundedCell(kind, DENSE, None, **size)
+            yield QuantizedCell(kind, DENSE, None, **size)
             for keys in budgets:
-                yield RoundedCell(kind, POLICY[kind], equal_budget(keys, dtype), keys_16bit=keys, **size)
+                yield QuantizedCell(kind, POLICY[kind], equal_budget(keys, dtype), keys_16bit=keys, **size)

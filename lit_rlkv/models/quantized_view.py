@@ -1,16 +1,16 @@
-"""Round keys and values as the rollout's cache did."""
+"""Quantize keys and values as the rollout's cache did."""
 
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import to_autocast_dtype
-from lit_rlkv.kernels.rounding import record_bytes, rounded
+from lit_rlkv.kernels.quantization import quantized, record_bytes
 from lit_rlkv.types import Codes
 
 
-def rounded_as(codes: Codes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rounded keys and values [row, kv_head, column, dim] of a layer."""
+def quantized_as(codes: Codes, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the quantized keys and values [row, kv_head, column, dim] of a layer."""
     key, value = to_autocast_dtype(key, value)
     record = codes.record[:, layer, :: codes.record.shape[2] // key.shape[1]].movedim(2, 3)
     n_key, n_value = (record_bytes(each.shape[-1], codes.dtype) for each in (key, value))
     parts = record[..., :n_key], record[..., n_key : n_key + n_value]
-    return rounded(key, codes.dtype, parts[0]), rounded(value, codes.dtype, parts[1])
+    return quantized(key, codes.dtype, parts[0]), quantized(value, codes.dtype, parts[1])
