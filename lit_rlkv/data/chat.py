@@ -1,7 +1,6 @@
 """Conversations to token ids: prompts, and what stands between turns, for rollouts and SFT alike."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,13 +16,10 @@ from lit_rlkv.data.chat_template import (
     turn_ends,
 )
 from lit_rlkv.data.tokenizers import (
-    TASK_VOCABULARY,
     check_encodable,
     encodable,
     encode,
     end_token_ids,
-    has_token_per_character,
-    is_task_tokenizer,
     plain_ids,
 )
 from lit_rlkv.types import Message, Prompt, PromptBatch
@@ -42,17 +38,9 @@ def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Seq
     Args:
         tools: functions that the template describes to the model, if it can.
     """
-    return format_prompts(tokenizer, [prompt], tools)[0]
-
-
-def format_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], tools: Sequence[Tool] = ()
-) -> list[str]:
-    """Return the prompts as in `format_prompt`, a chat template in one call."""
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if tokenizer.chat_template is None and len(texts) == len(prompts):
-        return texts
-    return render(tokenizer, [as_chat(prompt) for prompt in prompts], tools)
+    if tokenizer.chat_template is None and isinstance(prompt, str):
+        return prompt
+    return render(tokenizer, as_chat(prompt), tools)
 
 
 def encode_prompt(
@@ -180,53 +168,3 @@ def _open_ended(input_ids: list[int], ends: Sequence[int]) -> list[int]:
     while n > 1 and input_ids[n - 1] in ends:
         n -= 1
     return input_ids[:n]
-
-
-def count_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    *completions: Sequence[str],
-    tools: Sequence[Tool] = (),
-) -> list[list[int]]:
-    """Return the number of tokens of each prompt, and of each text of further columns of completions.
-
-    Args:
-        tools: see `format_prompt`.
-
-    Raises:
-        ValueError: a row may not be encoded; `encode_prompt` and `encode` say which and why.
-    """
-    texts = format_prompts(tokenizer, prompts, tools)
-    has_template = tokenizer.chat_template is not None
-    if is_task_tokenizer(tokenizer):  # which has no token for an unknown character either
-        columns = [texts, *completions]
-        is_known = TASK_VOCABULARY.keys() >= {*"".join(map("".join, columns))}
-        if has_template or not is_known or not all(texts) or not has_token_per_character(tokenizer):
-            raise ValueError("the number of characters may not be that of the tokens")
-        return [[*map(len, column)] for column in columns]
-    encoded = [_batch_ids(tokenizer, texts, add_special_tokens=not has_template)]
-    if not has_template:
-        ends = end_token_ids(tokenizer)
-        encoded = [[_open_ended(input_ids, ends) for input_ids in encoded[0]]]
-    encoded += [_batch_ids(tokenizer, column, add_special_tokens=False) for column in completions]
-    unk, checked = tokenizer.unk_token_id, encoded
-    if unk is not None and has_template:  # which may leave a message out
-        contents = ["\n".join(message["content"] for message in as_chat(prompt)) for prompt in prompts]
-        checked = [*encoded, _batch_ids(tokenizer, contents, add_special_tokens=False)]
-    if not all(encoded[0]) or (unk is not None and any(unk in row for column in checked for row in column)):
-        raise ValueError("a prompt has no tokens, or a word none of its own")
-    return [[*map(len, column)] for column in encoded]
-
-
-def _batch_ids(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
-) -> list[list[int]]:
-    if not any(texts) and not add_special_tokens:  # as the rejected sides of problems
-        return [[]] * len(texts)
-    encoded = tokenizer(
-        [*texts],
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )
-    return cast(list[list[int]], encoded["input_ids"])

@@ -41,14 +41,14 @@ def as_chat(prompt: str | Sequence[Message]) -> Chat:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, chats: list[Chat], tools: Sequence[Tool] = (), opens: bool = True
-) -> list[str]:
-    """Return chats in the tokenizer's chat template; `opens` adds the generation prompt.
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, tools: Sequence[Tool] = (), opens: bool = True
+) -> str:
+    """Return a chat in the tokenizer's chat template; `opens` adds the generation prompt.
 
     Raises:
-        ValueError: there is no template, or it refuses a chat.
+        ValueError: there is no template, or it refuses the chat.
     """
-    shown = repr("\n".join(f"{message['role']}: {message['content']}" for message in chats[0]))
+    shown = repr("\n".join(f"{message['role']}: {message['content']}" for message in chat))
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer has no chat template to write the chat {shown} with; use a model that has one, "
@@ -56,16 +56,18 @@ def render(
         )
     schemas: list[Any] = [get_json_schema(tool) for tool in tools]
     try:
-        texts = tokenizer.apply_chat_template(
-            chats, tools=schemas or None, tokenize=False, add_generation_prompt=opens
+        return cast(
+            str,
+            tokenizer.apply_chat_template(
+                chat, tools=schemas or None, tokenize=False, add_generation_prompt=opens
+            ),
         )
     except Exception as error:  # a stranger's template may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"the tokenizer's chat template refuses {shown if len(chats) == 1 else 'a prompt'}: "
-            f"{reason:.300}; change the messages, or use another model"
+            f"the tokenizer's chat template refuses {shown}: {reason:.300}; change the messages, or use "
+            "another model"
         ) from error
-    return cast(list[str], texts)
 
 
 def after_turn(
@@ -79,7 +81,7 @@ def after_turn(
     call = {"type": "function", "function": {"name": tool, "arguments": {"text": TURN}}}
     turn = {"content": "", "tool_calls": [call]} if tool else {"content": TURN}
     chat: Chat = [_QUESTION, {"role": "assistant", **turn}, *following]
-    return render(tokenizer, [chat], opens=opens)[0].partition(TURN)[2]
+    return render(tokenizer, chat, opens=opens).partition(TURN)[2]
 
 
 def follows_calls(tokenizer: PreTrainedTokenizerBase, role: str) -> bool:

@@ -199,11 +199,6 @@ def is_task_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     return len(tokenizer) == len(TASK_VOCABULARY) and _has_task_vocabulary(tokenizer)
 
 
-def has_token_per_character(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if a text of TASK_CHARACTERS has the token of each of them and no others."""
-    return tokenizer.encode(TASK_CHARACTERS) == [TASK_VOCABULARY[one] for one in TASK_CHARACTERS]
-
-
 @lru_cache(maxsize=4)
 def _has_task_vocabulary(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True for the vocabulary of the native tasks; cached, as a tokenizer copies it for every look."""

@@ -1,34 +1,24 @@
 """Checks of a user's rows, or of the first problems of any other task, with tokenizer and model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, repeat
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_rlkv.data.chat import (
-    Observe,
-    count_tokens,
-    encode_prompt,
-    encode_response,
-    last_end,
-)
+from lit_rlkv.data.chat import Observe, encode_prompt, encode_response
 from lit_rlkv.data.chat_template import Tool
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.rewards import ExactMatch, MathVerify, Numeric, RewardFunction, RewardManager
 from lit_rlkv.tasks import Task, UserTask
-from lit_rlkv.tasks.rows import N_REPORTED, RowErrors, parse_rows
-from lit_rlkv.types import Problem, Prompt, prompt_text
+from lit_rlkv.tasks.rows import N_REPORTED, parse_rows
+from lit_rlkv.types import Problem, prompt_text
 
 N_CHECKED = 64
 """Problems checked of an endless task."""
 _CHUNK = 1024
-"""Problems tokenized at once: what the texts of more need is the memory of a check."""
-
-_Row = tuple[Prompt, str, str, tuple[str, ...]]
-"""A prompt, its solution and its rejected side, and the turns before the solution."""
+"""Solutions scored at once."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +59,18 @@ def measure(
     """
     if needs_eval_split:
         PromptSource(task, split="eval", seed=seed).take(1)
-    sizes, errors, rows = Sizes([], [], [], []), RowErrors(), _rows(task, seed)
-    while chunk := [*islice(rows, _CHUNK)]:
-        prompts, solutions, rejected = _token_counts(tokenizer, chunk, errors, tools, observe)
-        sizes.prompts.extend(prompts)
-        sizes.solutions.extend(solutions)
-        sizes.rejected.extend(rejected)
-        sizes.places.extend(place for place, _ in chunk)
-        on_progress(len(chunk))
-    errors.check()
-    return sizes
+    sides = map(task.rejected, range(len(task))) if isinstance(task, UserTask) else repeat("")
+    rows = ((row[0], (*row, side)) for row, side in zip(_problems(task, seed), sides, strict=False))
+
+    def count(row: tuple[str, Problem, str]) -> tuple[int, int, int, str]:
+        on_progress(1)
+        place, problem, side = row
+        n_solution = len(encode_response(tokenizer, problem.solution, problem.turns, observe)[0])
+        n_rejected = len(encode_response(tokenizer, side, (), observe)[0])
+        return len(encode_prompt(tokenizer, problem.prompt, tools)), n_solution, n_rejected, place
+
+    prompts, solutions, rejected, places = zip(*parse_rows(rows, count), strict=True)
+    return Sizes([*prompts], [*solutions], [*rejected], [*places])
 
 
 def check_answers(task: Task, functions: Mapping[str, RewardFunction], seed: int) -> None:
@@ -153,35 +145,3 @@ def _problems(task: Task, seed: int) -> Iterator[tuple[str, Problem]]:
         return
     for problem in PromptSource(task, split="train", seed=seed).take(N_CHECKED):
         yield f"{task} {prompt_text(problem.prompt)!r}", problem
-
-
-def _rows(task: Task, seed: int) -> Iterator[tuple[str, _Row]]:
-    """Yield prompt, solution and rejected side of each problem, behind its place."""
-    sides = map(task.rejected, range(len(task))) if isinstance(task, UserTask) else repeat("")
-    for (place, problem), side in zip(_problems(task, seed), sides, strict=False):
-        yield place, (problem.prompt, problem.solution, side, problem.turns)
-
-
-def _token_counts(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[tuple[str, _Row]],
-    errors: RowErrors,
-    tools: Sequence[Tool],
-    observe: Observe,
-) -> Sequence[Sequence[int]]:
-    """Return the tokens of each column: from one batch, or row by row to name those that cannot be used."""
-
-    def count(row: _Row) -> tuple[int, int, int]:
-        prompt, solution, side, turns = row
-        n_solution = len(encode_response(tokenizer, solution, turns, observe)[0])
-        n_side = len(encode_response(tokenizer, side, (), observe)[0])
-        return len(encode_prompt(tokenizer, prompt, tools)), n_solution, n_side
-
-    prompts, solutions, sides, turns = zip(*(row for _, row in rows), strict=True)
-    if not any(turns):
-        with suppress(ValueError):
-            n_prompts, *n_said = count_tokens(tokenizer, prompts, solutions, sides, tools=tools)
-            n_end = len(last_end(tokenizer))
-            errors.n_rows += len(rows)
-            return [n_prompts, *([n + n_end for n in counts] for counts in n_said)]
-    return [*zip(*errors.parse(rows, count), strict=True)] or [[], [], []]

@@ -121,47 +121,25 @@ class UnusableRowError(ValueError):
     """A row of a collection that is known to have such rows: it is left out, and all are counted."""
 
 
-class RowErrors:
-    """Errors of the rows of a table: the first ones with their places, and the number of all."""
-
-    def __init__(self) -> None:
-        self.n_rows = 0
-        """Rows seen, good or bad."""
-        self._n_bad = 0
-        self._first: list[str] = []
-
-    def parse(self, rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]) -> list[_Parsed]:
-        """Parse rows, given as (place, row), and leave out those that `parse` refuses."""
-        parsed = []
-        for place, row in rows:
-            self.n_rows += 1
-            try:
-                parsed.append(parse(row))
-            except ValueError as error:
-                self._n_bad += 1
-                if len(self._first) < N_REPORTED:
-                    self._first.append(f"{place}: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
-        return parsed
-
-    def check(self) -> None:
-        """Raise a ValueError that names the first bad rows and counts all, if there are any."""
-        if self._n_bad == 1:
-            raise ValueError(self._first[0])
-        if self._n_bad > 1:
-            n_rows, n_named = self.n_rows, len(self._first)
-            heading = f"{self._n_bad} of {n_rows} rows cannot be used, the first {n_named} are"
-            raise ValueError("\n  ".join([heading, *self._first]))
-
-
 def parse_rows(rows: Iterable[tuple[str, _Row]], parse: Callable[[_Row], _Parsed]) -> list[_Parsed]:
     """Parse every row, given as (place, row).
 
     Raises:
         ValueError: `parse` refuses rows; the error names the first with their places and counts all.
     """
-    errors = RowErrors()
-    parsed = errors.parse(rows, parse)
-    errors.check()
+    parsed, first, n_bad = [], [], 0
+    for place, row in rows:
+        try:
+            parsed.append(parse(row))
+        except ValueError as error:
+            n_bad += 1
+            if n_bad <= N_REPORTED:
+                first.append(f"{place}: {shortened(str(error), MAX_ERROR, END_OF_ERROR)}")
+    if n_bad > 1:
+        n_rows = len(parsed) + n_bad
+        first.insert(0, f"{n_bad} of {n_rows} rows cannot be used, the first {len(first)} are")
+    if first:
+        raise ValueError("\n  ".join(first))
     return parsed
 
 
