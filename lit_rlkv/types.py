@@ -281,10 +281,6 @@ class Record(TensorBatch):
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: part.nbytes for name, part in parts.items() if part is not None}
 
-    def emptied(self) -> "Record":
-        """Return a record of the same rows that holds nothing."""
-        return Record(self.evicted_at[:, :0, :0])
-
 
 def _row_ends(attention_mask: Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch 1"]:
     """Return the column after the last token of each row; queries from there on need no key."""
@@ -332,7 +328,7 @@ class Rollout(TensorBatch):
 
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
-        return replace(self, record=self.record.emptied())
+        return replace(self, record=Record(self.evicted_at[:, :0, :0]))
 
 
 @dataclass(frozen=True)

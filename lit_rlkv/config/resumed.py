@@ -34,10 +34,6 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
-WHY_NOT = {
-    "algorithm.n_iterations": "; the learning rate falls to 0 at the last iteration, so a run is extended "
-    "only with algorithm.lr_schedule=constant from its start"
-}
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -114,16 +110,16 @@ def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> No
         ConfigError: the configs differ in a setting that training depends on.
     """
     found = differences(saved, asked)
-    changed = [f"{name}: {was} -> {now}{WHY_NOT.get(name, '')}" for name, (was, now) in found.items()]
+    changed = [f"{name}: {was} -> {now}" for name, (was, now) in found.items()]
     why = (
         f"{run_dir} holds a run with another config, which cannot change on resume; leave out what differs, "
         "or start another run in a folder of its own:"
     )
-    if "algorithm.n_iterations" in differences(saved, asked):
+    if "algorithm.n_iterations" in found:  # whose number decides all learning rates
         changed.append(
-            f"(under algorithm.lr_schedule={saved.algorithm.lr_schedule} all learning rates depend on their "
-            f"number, under constant they do not; to train on: python -m lit_rlkv.export ckpt={run_dir} "
-            "to=FOLDER, and a new run with model.path=FOLDER 'stages=[rl,eval]')"
+            "(a run is extended only with algorithm.lr_schedule=constant from its start; to train on: python "
+            f"-m lit_rlkv.export ckpt={run_dir} to=FOLDER, and a new run with model.path=FOLDER "
+            "'stages=[rl,eval]')"
         )
     require(not changed, "\n  ".join([why, *changed]))
 

@@ -54,7 +54,9 @@ def encode_prompt(
     input_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
     if not input_ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
-    return input_ids if has_template else _open_ended(input_ids, end_token_ids(tokenizer))
+    while not has_template and len(input_ids) > 1 and input_ids[-1] in end_token_ids(tokenizer):
+        input_ids.pop()  # as of `add_eos_token=True`: the prompt has to go on
+    return input_ids
 
 
 def encode_prompts(
@@ -160,11 +162,3 @@ def _unsampled(tokenizer: PreTrainedTokenizerBase, written: list[int], turn: Seq
     # Another end, as of a text: it stands in place of the template's.
     is_ended = bool(turn) and turn[-1] in end_token_ids(tokenizer)
     return written[len(between) :] if is_ended and written[: len(between)] == between else written
-
-
-def _open_ended(input_ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return a prompt without the end tokens that close it, as of `add_eos_token=True`; it has to go on."""
-    n = len(input_ids)
-    while n > 1 and input_ids[n - 1] in ends:
-        n -= 1
-    return input_ids[:n]

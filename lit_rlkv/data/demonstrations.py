@@ -115,7 +115,8 @@ class PreferenceDataModule(L.LightningDataModule):
         """Return the next optimizer step; the batch's number names the stream that corrupts its problems."""
         rejected = self._rejected() if self.n_pairs else None
         self.n_batches += 1
-        problems = self.source.take(self.batch_size)
+        n = self.batch_size * self.ranks.size
+        problems = self.source.take_places(n, range(self.ranks.rank, n, self.ranks.size))
         chosen = self._encoded(problems, [problem.solution for problem in problems])
         n_targets = sum(self.ranks.all_gather_object([int(chosen.is_target.sum())]))
         return SFTBatch(chosen, rejected, n_targets, self.n_pairs)

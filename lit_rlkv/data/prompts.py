@@ -1,4 +1,4 @@
-"""The stream of problems: reproducible, split into train and eval, divided among ranks, resumable."""
+"""The stream of problems: reproducible, split into train and eval, shared by the ranks, resumable."""
 
 import hashlib
 import json
@@ -27,8 +27,8 @@ def split_of(prompt: Prompt) -> str:
 class PromptSource:
     """Problems of one split of a task, in an order fixed by the seed.
 
-    The ranks take turns in one global stream, so together they see what a single process would see. A finite
-    task is visited in a new order every epoch; any other task is sampled.
+    The ranks share one global stream. A finite task is visited in a new order every epoch; any other task is
+    sampled.
 
     Args:
         split: "train" or "eval".
@@ -41,15 +41,11 @@ class PromptSource:
         *,
         split: str,
         seed: int,
-        rank: int = 0,
-        world_size: int = 1,
         curriculum: CurriculumConfig | None = None,
     ) -> None:
         self.task = task
         self.split = split
         self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
         self._cursor = 0
         self._digest = task.digest if isinstance(task, UserTask) else None
         self._members = _members(task, split) if isinstance(task, FiniteTask) else None
@@ -82,9 +78,8 @@ class PromptSource:
         return [self.problem(index) for index in range(self._cursor, self._cursor + n)]
 
     def take(self, n: int) -> list[Problem]:
-        """Return this rank's next `n` problems; all ranks must take equally many."""
-        n_all = n * self.world_size
-        return self.take_places(n_all, range(self.rank, n_all, self.world_size))
+        """Take the next `n` problems."""
+        return self.take_places(n, range(n))
 
     def take_places(self, n: int, places: Iterable[int]) -> list[Problem]:
         """Take the next `n` problems of all ranks together, and return those at some places among them."""

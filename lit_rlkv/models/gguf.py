@@ -1,6 +1,7 @@
 """GGUF checkpoints: a file is converted once into a folder that transformers loads like any other."""
 
 import logging
+import math
 from glob import escape
 from pathlib import Path
 from typing import Any, cast
@@ -66,12 +67,12 @@ def _read(file: Path) -> Any:
 
 def _convert(file: Path, reader: Any, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in reader.tensors}
+    sizes = {tensor.name: math.prod(map(int, tensor.shape)) for tensor in reader.tensors}
     try:
         fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
         check_layers(file, fields)
         config = AutoConfig.from_pretrained(**source)
-        check_sizes(file, config, [*shapes.values()])
+        check_sizes(file, config, sum(sizes.values()))
         tokenizer = AutoTokenizer.from_pretrained(**source)
         loaded, found = cast(Any, AutoModelForCausalLM).from_pretrained(
             **source,
@@ -85,7 +86,7 @@ def _convert(file: Path, reader: Any, folder: Path) -> None:
         places = get_gguf_hf_weights_map(loaded, processor(config={}))
         # transformers passes over tensors that it has no place for, as factors of RoPE.
         found["unexpected_keys"] = {
-            name for name in shapes if not {name, name.removesuffix(".weight")} & places.keys()
+            name for name in sizes if not {name, name.removesuffix(".weight")} & places.keys()
         }
         check_complete(file, found)
         ends = list(dict.fromkeys(int(fields[name]) for name in END_FIELDS if name in fields))

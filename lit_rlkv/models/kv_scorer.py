@@ -79,18 +79,13 @@ def save_kv_scorer(weights: Mapping[str, Tensor], folder: Path) -> None:
     save_file(plain, folder / KV_SCORER_FILE)
 
 
-def find_kv_scorer(model: str | Path) -> Path | None:
-    """Return the file of a scorer in a folder, or beside the model of a hub name; None without one."""
-    return find_file(model, KV_SCORER_FILE)
-
-
 def read_kv_scorer(model: str | Path) -> dict[str, Tensor] | None:
     """Return the weights of a scorer in a folder, or of a hub name; None without any.
 
     Raises:
         ValueError: the file is damaged.
     """
-    path = find_kv_scorer(model)
+    path = find_file(model, KV_SCORER_FILE)
     try:
         return None if path is None else load_file(path)
     except SafetensorError as error:

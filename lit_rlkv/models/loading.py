@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lit_rlkv.models.model_files import MAX_SAID, check_sizes, find_file, find_weights, stored_shapes
+from lit_rlkv.models.model_files import MAX_SAID, check_sizes, find_file, find_weights, n_stored
 from lit_rlkv.out_of_memory import is_out_of_memory
 
 DROPOUT_NAMES = ("dropout", "pdrop", "jitter", "layerdrop")
@@ -43,9 +43,9 @@ def load_causal_lm(
                 f"{path} has an adapter (adapter_config.json), which would be lost; merge it first (of peft: "
                 "merge_and_unload) and save the model without it, or move the adapter away"
             )
-        shapes = stored_shapes(find_weights(path))
+        files = find_weights(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_sizes(path, config, shapes)
+        check_sizes(path, config, n_stored(files))
         # Every family supports eager; a checkpoint may name an implementation that is not installed.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -1,5 +1,6 @@
 """Checks of a model's files, which a stranger may have written, before transformers reads them."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -86,21 +87,20 @@ def find_weights(path: str | Path) -> list[Path]:
     return files
 
 
-def stored_shapes(files: list[Path]) -> list[list[int]]:
-    """Return the shapes in the headers of safetensors."""
-    shapes = []
+def n_stored(files: list[Path]) -> int:
+    """Return how many numbers safetensors have by their headers."""
+    found = 0
     for file in files:
         with safe_open(file, "pt") as opened:
-            shapes += [list(opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
-    return shapes
+            found += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return found
 
 
-def check_sizes(path: str | Path, config: PretrainedConfig, shapes: list[list[int]]) -> None:
-    """Refuse a config of a far larger model than the one whose weights have these shapes.
+def check_sizes(path: str | Path, config: PretrainedConfig, n_stored: int) -> None:
+    """Refuse a config of a far larger model than one whose weights are so many numbers.
 
     The model is built without memory. Quantized weights are packed, and tied ones are stored once.
     """
-    n_stored = sum(torch.Size(shape).numel() for shape in shapes)
     packed = 8 if hasattr(config, "quantization_config") else 1
     try:
         with torch.device("meta"):

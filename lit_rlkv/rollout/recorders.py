@@ -1,6 +1,5 @@
 """Recorders: what a decoder records beside the tokens, one recorder for each part of a `Record`."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from lit_rlkv.rollout.sampling import Kept
 from lit_rlkv.types import NEVER, Codes
 
 
-class Recorder(ABC):
+class Recorder:
     """Records one part of a `Record` for the rows of a decoder; a subclass overrides what it listens to.
 
     `watching`, `stepped` and `sampled` run within a decode step, which may be captured as a CUDA graph: they
@@ -26,15 +25,12 @@ class Recorder(ABC):
 
     def begin(self, rows: Sequence[int]) -> None:
         """Forget these rows, which start another sequence."""
-        return None
 
     def make_room(self, n_steps: int) -> None:
         """Prepare for so many steps; may wait for the device."""
-        return None
 
     def begin_step(self) -> None:
         """Count a step or a feed, whose `sampled` follows by itself or as part of a CUDA graph."""
-        return None
 
     def watching(self) -> AbstractContextManager[None]:
         """Within this block the model's next forward runs; `fed` or `stepped` follows."""
@@ -47,23 +43,19 @@ class Recorder(ABC):
         is_token: Bool[Tensor, "batch new"],
     ) -> None:
         """Record the forward of given tokens in these columns, each for `len(rows) / batch` rows."""
-        return None
 
     def stepped(self, columns: Int[Tensor, " row"]) -> None:
         """Record the forward of one token for each row, in these columns; the last one is scratch space."""
-        return None
 
     def sampled(self, rows: Int[Tensor, " row"], kept: Kept | None, is_running: Bool[Tensor, " row"]) -> None:
         """Record what the next tokens of these rows were chosen from; nothing for rows that do not run."""
-        return None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows alone, numbered anew in this order."""
-        return None
 
-    @abstractmethod
     def read(self, rows: Sequence[int]) -> Any:
         """Return a copy of what was recorded of finished rows: a tensor [row, ..., seq], or a list."""
+        raise NotImplementedError
 
     def finish(
         self,

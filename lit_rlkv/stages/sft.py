@@ -19,7 +19,8 @@ from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
-from lit_rlkv.models.kv_scorer import KV_SCORER_FILE, find_kv_scorer
+from lit_rlkv.models.kv_scorer import KV_SCORER_FILE
+from lit_rlkv.models.model_files import find_file
 from lit_rlkv.models.preparation import has_finite_logits
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
@@ -147,7 +148,7 @@ class SFTStage:
                 for number, stage in enumerate(self.passes):
                     link_tree(self._output(number), partial / stage.folder)
                 context.tokenizer.save_pretrained(partial)
-                scorer = None if given is None else find_kv_scorer(given)
+                scorer = None if given is None else find_file(given, KV_SCORER_FILE)
                 if scorer is not None:  # for the evictions of RL
                     shutil.copyfile(scorer, partial / KV_SCORER_FILE)
                 config = OmegaConf.to_container(context.cfg.source.sft)

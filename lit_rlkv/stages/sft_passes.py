@@ -92,7 +92,7 @@ def pass_data(
     ranks, environments = ranks_of(context.fabric), context.environments
     return PreferenceDataModule(
         task,
-        PromptSource(task, split="train", seed=stage.seed, rank=ranks.rank, world_size=ranks.size),
+        PromptSource(task, split="train", seed=stage.seed),
         context.tokenizer,
         batch_size=stage.batch_size,
         n_pairs=stage.n_pairs,

@@ -63,7 +63,7 @@ def test_mistakes_of_a_resumed_run_are_told_before_torch_is_imported(tmp_path):
 
 def test_a_run_is_extended_only_if_its_learning_rate_is_constant(tmp_path):
     folder = leave_run(tmp_path / "linear")
-    with pytest.raises(ConfigError, match=r"-> 999; .* only with algorithm.lr_schedule=constant"):
+    with pytest.raises(ConfigError, match=r"(?s)-> 999\n.* only with algorithm.lr_schedule=constant"):
         resumed(folder, "algorithm.n_iterations=999")
     folder = leave_run(tmp_path / "constant", "algorithm.lr_schedule=constant")
     assert resumed(folder, "algorithm.n_iterations=999")[0].algorithm.n_iterations == 999

@@ -97,14 +97,17 @@ def test_a_chat_is_split_by_all_of_its_messages():
 @pytest.mark.parametrize("task", [TASK, Questions(50)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_ranks_together_see_what_one_process_sees(task, world_size):
-    ranks = [source(task, rank=rank, world_size=world_size) for rank in range(world_size)]
-    shares = [[rank.take(2), rank.take(3)] for rank in ranks]
-    alone = source(task)
-    for step, n in enumerate((2, 3)):
+    ranks, alone = [source(task) for _ in range(world_size)], source(task)
+    sizes = 2 * world_size, 3 * world_size
+    shares = [
+        [rank.take_places(n, range(number, n, world_size)) for n in sizes]
+        for number, rank in enumerate(ranks)
+    ]
+    for step, n in enumerate(sizes):
         together = [
             problem for turn in zip(*(share[step] for share in shares), strict=True) for problem in turn
         ]
-        assert together == alone.take(n * world_size)
+        assert together == alone.take(n)
 
 
 @pytest.mark.parametrize("task", [TASK, Questions(7)])
@@ -121,10 +124,10 @@ def test_a_loaded_cursor_continues_where_it_was_saved(task):
 def test_a_cursor_saved_by_one_rank_continues_on_two():
     saved = source()
     saved.take(6)
-    resumed = [source(rank=rank, world_size=2) for rank in range(2)]
+    resumed = [source() for _ in range(2)]
     for rank in resumed:
         rank.load_state_dict(saved.state_dict())
-    first, second = (rank.take(2) for rank in resumed)
+    first, second = (rank.take_places(4, range(number, 4, 2)) for number, rank in enumerate(resumed))
     assert [first[0], second[0], first[1], second[1]] == source().take(10)[6:]
 
 
@@ -145,13 +148,12 @@ MENDED = [*ROWS[:-1], ROWS[-1] | {"answer": "0"}]
 
 
 @pytest.mark.parametrize("rows", [MENDED, [*ROWS, {"prompt": "?", "answer": "!"}], ROWS[::-1], ROWS[1:]])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_cursor_into_other_rows_is_refused(listed, rows, rank):
+def test_a_cursor_into_other_rows_is_refused(listed, rows):
     saved = json.loads(json.dumps(listed(ROWS).state_dict()))
     with pytest.raises(
         ValueError, match=r"rows of .*a\.jsonl.* have changed .* restore them, or start a new run"
     ):
-        listed(rows, rank=rank, world_size=2).load_state_dict(saved)
+        listed(rows).load_state_dict(saved)
 
 
 def test_unused_columns_may_change(listed):

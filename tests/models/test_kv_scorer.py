@@ -6,7 +6,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from lit_rlkv.models.kv_scorer import find_kv_scorer, read_kv_scorer, save_kv_scorer
+from lit_rlkv.models.kv_scorer import KV_SCORER_FILE, read_kv_scorer, save_kv_scorer
+from lit_rlkv.models.model_files import find_file
 
 
 def in_cache_of_hub(folder: Path, name: str) -> Path:
@@ -32,6 +33,6 @@ def test_a_model_of_the_hub_brings_its_scorer(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_brings_its_scorer(tmp_path: Path):
-    assert find_kv_scorer(tmp_path) is None
+    assert find_file(tmp_path, KV_SCORER_FILE) is None
     save_kv_scorer({"layers.0.age": torch.ones(2)}, tmp_path)
-    assert find_kv_scorer(tmp_path) == tmp_path / "kv_scorer.safetensors"
+    assert find_file(tmp_path, KV_SCORER_FILE) == tmp_path / "kv_scorer.safetensors"
