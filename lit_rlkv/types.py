@@ -310,6 +310,8 @@ class Rollout(TensorBatch):
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.record, Record):
+            raise TypeError(f"record must be a Record(evicted_at, ...), got {type(self.record).__name__}")
         for name in ("attention_mask", "response_mask"):
             mask = getattr(self, name)
             if mask.dtype != torch.bool:  # 0 and 1, as in transformers

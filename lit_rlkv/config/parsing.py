@@ -138,6 +138,9 @@ def _check_model(cfg: Config) -> None:
     )
     if path is not None:
         check_source(path)
+    teacher = None if cfg.distillation is None else cfg.distillation.get("model")
+    if isinstance(teacher, str):
+        check_source(teacher, "distillation.model")
     require(
         cfg.fabric.quantization is None or path is not None,
         f"fabric.quantization={cfg.fabric.quantization} is of a checkpoint; give model.path, or use null",

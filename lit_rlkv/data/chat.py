@@ -51,7 +51,10 @@ def encode_prompt(
     for message in as_chat(prompt):
         check_encodable(tokenizer, message["content"])
     has_template = tokenizer.chat_template is not None
-    input_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
+    try:
+        input_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
+    except Exception as error:  # tokenizers raises it for characters of the template without a token
+        raise ValueError(f"the tokenizer cannot encode the prompt {text!r:.200}: {error}") from error
     if not input_ids:
         raise ValueError(f"the prompt {prompt!r} has no tokens; make it longer")
     while not has_template and len(input_ids) > 1 and input_ids[-1] in end_token_ids(tokenizer):

@@ -51,8 +51,8 @@ def render(
     shown = repr("\n".join(f"{message['role']}: {message['content']}" for message in chat))
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer has no chat template to write the chat {shown} with; use a model that has one, "
-            "or prompts and observations of text"
+            f"the tokenizer has no chat template to write the chat {shown:.200} with; use a model that has "
+            "one, or prompts and observations of text"
         )
     schemas: list[Any] = [get_json_schema(tool) for tool in tools]
     try:
@@ -68,6 +68,13 @@ def render(
             f"the tokenizer's chat template refuses {shown}: {reason:.300}; change the messages, or use "
             "another model"
         ) from error
+
+
+def choose_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> None:
+    """Of several chat templates keep the one that transformers takes, so that all texts are of the same."""
+    if isinstance(tokenizer.chat_template, dict):
+        schemas: list[Any] = [get_json_schema(tool) for tool in tools]
+        tokenizer.chat_template = tokenizer.get_chat_template(tools=schemas or None)
 
 
 def after_turn(
@@ -129,7 +136,7 @@ def _turn_ends(
             return tokenizer.encode(
                 after_turn(tokenizer, [*following], opens=opens), add_special_tokens=False
             )
-        except ValueError:
+        except Exception:  # tokenizers raises Exception itself for characters without a token
             return []
 
     special, last, answered = special_ids(tokenizer), written(opens=False), written(_QUESTION, opens=True)
@@ -151,9 +158,25 @@ def check_rendering(template: str, variables: str) -> None:
     Args:
         variables: of the template, as JSON.
     """
-    turn = {"role": "assistant", "content": "6"}
-    chats = [([_QUESTION], True), ([_QUESTION, turn], False), ([_QUESTION, turn, _QUESTION], True)]
-    given = [{"messages": chat, "add_generation_prompt": opens, "tools": None} for chat, opens in chats]
+    turn, long = {"role": "assistant", "content": "6"}, {**_QUESTION, "content": "what is 2 * 3? " * 300}
+    call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": "2"}}}
+    used: Chat = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "6"},
+    ]
+    system, takes = {"role": "system", "content": "calculate"}, {"type": "object", "properties": {}}
+    tool = {"name": "multiply", "description": "a product", "parameters": takes}
+    schema = {"type": "function", "function": tool}
+    chats: list[tuple[Chat, bool, Any]] = [
+        ([_QUESTION], True, None),
+        ([_QUESTION, turn], False, None),
+        ([system, long, *[turn, long] * 3], True, None),
+        ([_QUESTION, turn, used[1]], True, None),
+        ([system, _QUESTION, *used, turn, _QUESTION], True, [schema]),
+    ]
+    given = [
+        {"messages": chat, "add_generation_prompt": opens, "tools": tools} for chat, opens, tools in chats
+    ]
     job = {"template": template, "variables": json.loads(variables), "chats": given, **LIMITS}
     # Without a limit of time here: others may keep the processor busy.
     done = subprocess.run(

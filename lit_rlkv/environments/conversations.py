@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.chat import Observation, as_messages, encode_observation, format_prompt
+from lit_rlkv.data.chat_template import choose_template
 from lit_rlkv.data.tokenizers import decode_turn
 from lit_rlkv.environments.base import Environment
 from lit_rlkv.interrupts import INTERRUPTS
@@ -65,6 +66,7 @@ class EnvironmentPool:
     def _example(self) -> Environment:
         """An environment of no response."""
         environment = self.factory()
+        choose_template(self.tokenizer, environment.tools)
         environment.bind(self.tokenizer)
         return environment
 

@@ -29,6 +29,8 @@ PATTERN_LIMIT_S = 1.0
 """Longest search of a pattern in one response, in seconds of processor time."""
 _LITERAL_BRACE = re.compile(r"(\\N\{[^}]*\}|\\.)|\{(?!\d*,?\d*\})", re.DOTALL)
 """An escape, or a brace of its own, which for `regex` may begin approximate matching."""
+MAX_CALLS = 64
+"""Most calls in a turn."""
 _LOOP_LOCK = Lock()
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -83,30 +85,46 @@ class Tools(Environment):
                     return tokenizer.parse_response(f"{text}{end}", prefix=self.prefix, tools=schemas)
 
             self._parse = parse
+            try:
+                parse("")
+            except Exception as error:
+                raise ValueError(
+                    f"the tokenizer's response_template cannot be read ({error_text(error)}); correct it, or "
+                    "give environment.pattern"
+                ) from error
 
     def worked_observation(self, response: str, text: str) -> Observation:
-        if self._role is None:
-            return text
-        names: list[str] = []
+        calls: list[tuple[str, Any]] = []
         with suppress(Exception):  # of the tokenizer's parser; then the tool has no name
-            names = [name for name, _ in self._calls(response)]
-        return [Message(self._role, text, names[0] if names else None)]
+            calls = [*self._calls(response)]
+        results = text.removesuffix("\n").split("\n") if len(calls) > 1 else [text]
+        if len(results) != max(len(calls), 1):
+            raise ValueError(
+                f"the observation after a worked turn of {len(calls)} calls must have a line for each, got "
+                f"{len(results)}: {text!r:.80}"
+            )
+        return self._observation(calls or [("", None)], results)
+
+    def _observation(self, calls: Sequence[tuple[str, Any]], results: Sequence[str]) -> Observation:
+        if self._role is None:
+            return "".join(result if result.endswith("\n") else f"{result}\n" for result in results)
+        known = [name if name in self._by_name else None for name, _ in calls]  # the model may make one up
+        return [Message(self._role, text, name) for name, text in zip(known, results, strict=True)]
 
     def step(self, response: str) -> tuple[Observation | None, float, bool]:
         calls: list[tuple[str, Any]] = [("", None)]
         try:
-            calls = [*self._calls(response)]
-            results = [self._run(*call) for call in calls]
+            found = [*self._calls(response)]
+            if len(found) > MAX_CALLS:
+                raise ValueError(f"a turn must have at most {MAX_CALLS} calls, got {len(found)}")
+            calls, results = found, [self._run(*call) for call in found]
         except TimeoutError:  # of the pattern, which is no fault of the response
             raise
         except Exception as error:  # of the tokenizer's parser; a tool's own is its result
             results = [f"error: {error_text(error)}"]
         if not results:
             return None, 0.0, True
-        if self._role is None:
-            return "".join(f"{result}\n" for result in results), 0.0, False
-        named = zip(calls, results, strict=True)
-        return [Message(self._role, result, name or None) for (name, _), result in named], 0.0, False
+        return self._observation(calls, results), 0.0, False
 
     def _calls(self, response: str) -> Iterator[tuple[str, Any]]:
         """Yield name and arguments of each call; arguments that cannot be read are text, or an error."""
@@ -116,7 +134,10 @@ class Tools(Environment):
             yield from (_name_and_arguments(call.get("function", call)) for call in calls[len(given) :])
             return
         if self._pattern is None:  # not by a pattern, which would search from each open tag to the end
-            found = (part.partition(CALL_TAGS[0]) for part in response.split(CALL_TAGS[1])[:-1])
+            is_open = "<think>" in response or self.prefix.rstrip().endswith("<think>")
+            _, is_closed, said = response.rpartition("</think>")  # a call in a thought is a draft
+            said = "" if is_open and not is_closed else said
+            found = (part.partition(CALL_TAGS[0]) for part in said.split(CALL_TAGS[1])[:-1])
             yield from (_name_and_arguments(call) for _, tag, call in found if tag)
             return
         only = next(iter(self._by_name)) if len(self._by_name) == 1 else ""
@@ -204,8 +225,8 @@ def _compiled(pattern: str, tools: Mapping[str, Any]) -> Any:
         groups = set(re.compile(pattern, re.DOTALL).groupindex)
         literal = _LITERAL_BRACE.sub(lambda part: part[1] or r"\{", pattern)
         found = regex.compile(literal, regex.DOTALL)  # unlike `re`, it has a time limit and lets signals in
-    except (re.error, regex.error) as error:
-        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+    except Exception as error:  # `re` raises OverflowError and RecursionError, too
+        raise ValueError(f"pattern={pattern!r:.200} is not a regular expression: {error}") from error
     is_complete = groups == {"call"} or groups == {"name", "arguments"}
     if not is_complete and (groups != {"arguments"} or len(tools) > 1):
         raise ValueError(

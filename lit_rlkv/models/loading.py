@@ -45,7 +45,8 @@ def load_causal_lm(
             )
         files = find_weights(path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_sizes(path, config, n_stored(files))
+        is_quantized = hasattr(config, "quantization_config")
+        check_sizes(path, config, n_stored(files, is_quantized=is_quantized))
         # Every family supports eager; a checkpoint may name an implementation that is not installed.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -88,7 +89,8 @@ def check_complete(path: str | Path, found: Mapping[str, Any]) -> None:
     ):
         if names:
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            raise ValueError(f"{path} {what} {', '.join(names[:MAX_NAMED])}{more}; {remedy}")
+            shown = ", ".join(name[:MAX_SAID] for name in names[:MAX_NAMED])
+            raise ValueError(f"{path} {what} {shown}{more}; {remedy}")
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from lit_rlkv.files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_LAYERS, MAX_SAID = 1_000, 240
-"""Most layers of a config, and most characters shown of an error; torch lists the frames of its stack."""
+MAX_LAYERS, MAX_LABELS, MAX_SAID = 1_000, 100_000, 240
+"""Most layers and labels of a config, of which transformers makes lists, and most characters shown of an
+error; torch lists the frames of its stack."""
 SLACK, UNSTORED = 1 << 20, 1 << 26
 """Numbers that parameters and buffers may have beyond the files; a closer check names what is missing."""
 
@@ -32,6 +33,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: a file is damaged, there are too many layers, or the tokenizer is in another folder.
     """
+    _check_links(Path(path))
     config = _read_object(find_file(path, "config.json"))
     check_layers(path, config)
     for name in _read_object(find_file(path, "tokenizer_config.json")).get("fast_tokenizer_files") or ():
@@ -45,11 +47,21 @@ def check_layers(path: str | Path, config: dict[str, Any]) -> None:
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
         for name, value in part.items():
-            if re.search("layer|block_count", name) and isinstance(value, int) and value > MAX_LAYERS:
+            most = MAX_LABELS if name == "num_labels" else MAX_LAYERS
+            is_size = re.search("layer|block_count|num_labels", name) and isinstance(value, int)
+            if is_size and value > most:
                 raise ValueError(
-                    f"{path} must have at most {MAX_LAYERS:,} layers, got {name}={str(value)[:40]}; restore "
-                    "its config"
+                    f"{path} must have {name} of at most {most:,}, got {str(value)[:40]}; restore its config"
                 )
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse links out of a folder: an export would copy what they lead to. The hub's cache has its own."""
+    homes = (folder.resolve(), folder.resolve().parent.parent / "blobs")
+    for place in (folder, folder / "additional_chat_templates"):
+        for file in place.iterdir() if place.is_dir() else ():
+            if file.is_symlink() and not any(file.resolve().is_relative_to(home) for home in homes):
+                raise ValueError(f"{file} leads out of the model's folder; copy the file there")
 
 
 def find_weights(path: str | Path) -> list[Path]:
@@ -87,13 +99,24 @@ def find_weights(path: str | Path) -> list[Path]:
     return files
 
 
-def n_stored(files: list[Path]) -> int:
-    """Return how many numbers safetensors have by their headers."""
-    found = 0
+def n_stored(files: list[Path], *, is_quantized: bool = False) -> int:
+    """Return how many numbers safetensors have by their headers.
+
+    Raises:
+        ValueError: most of them are no floats, and no config says how they are quantized.
+    """
+    n_all = n_floats = 0
     for file in files:
         with safe_open(file, "pt") as opened:
-            found += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-    return found
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                n = math.prod(part.get_shape())
+                n_all, n_floats = n_all + n, n_floats + n * part.get_dtype().startswith(("F", "BF"))
+    if not is_quantized and n_floats < n_all / 2:
+        raise ValueError(
+            f"{files[0].parent} must have weights of floats, or quantization_config in its config; restore it"
+        )
+    return n_all
 
 
 def check_sizes(path: str | Path, config: PretrainedConfig, n_stored: int) -> None:

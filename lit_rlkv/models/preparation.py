@@ -26,6 +26,7 @@ from lit_rlkv.models.backbone import (
 )
 from lit_rlkv.models.lm_head import use_float32_logits
 from lit_rlkv.models.routing import by_row, by_token, recorded_experts, replayed_experts, routers_of
+from lit_rlkv.out_of_memory import is_out_of_memory
 from lit_rlkv.types import NEVER, Record
 
 REPLAYABLE_LAYERS = {
@@ -79,6 +80,8 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         )
     if not any(kind.attends for kind in layer_kinds(model)):
         raise ValueError(f"{name} cannot be replayed: it has no layer with attention, so no keys to evict")
+    if any(kind.window is not None and kind.window < 1 for kind in layer_kinds(model)):
+        raise ValueError(f"{name} has a window of less than a token; correct its config")
     if has_states(model) and LINEAR is object:
         raise ValueError(f"{name} cannot be replayed: its states need transformers 5.23 or newer")
     for module in model.modules():
@@ -91,7 +94,8 @@ def prepare_backbone(model: PreTrainedModel) -> PreTrainedModel:
         torch.set_float32_matmul_precision("highest")  # without TF32, because our kernels do not use it
         with torch.no_grad(), _short_windows(model):
             model.set_attn_implementation("eager")
-            expected, experts = _own_logits(model.eval(), input_ids)
+            with _refused(name):
+                expected, experts = _own_logits(model.eval(), input_ids)
             model.set_attn_implementation(ATTENTION_NAME)
             use_float32_logits(model)
             if text_config(model)._attn_implementation != ATTENTION_NAME:
@@ -148,7 +152,9 @@ def _refused(name: str) -> Iterator[None]:
     """Refuse a model whose forward fails within the block."""
     try:
         yield
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"{name} cannot be replayed: {error}") from error
 
 

@@ -27,7 +27,7 @@ from lit_rlkv.config import (
 from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import show
 from lit_rlkv.data.chat import format_prompt, last_end
-from lit_rlkv.data.chat_template import RESULT
+from lit_rlkv.data.chat_template import RESULT, choose_template
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.data.validation import (
@@ -144,6 +144,8 @@ def build_context(
     task, rewards = cfg.parts.task, RewardManager(cfg.parts.reward_functions)
     factory = cfg.parts.environment_factory
     environments = None if factory is None else EnvironmentPool(factory, cfg.rollout, tokenizer)
+    if environments is None:
+        choose_template(tokenizer, ())
     if environments is not None and cfg.environment is not None:
         role = cfg.environment.get("role")
         with as_config_errors("environment" if role is None else f"environment.role={role}"):

@@ -162,6 +162,13 @@ def parse_prompt(value: Any, key: str) -> Prompt:
         raise ValueError(
             f"the roles in {key} must be {', '.join(_ROLES)}, got {', '.join(map(repr, unknown))}"
         )
+    unread = ("tool_calls", "tool_call_id", "name")
+    more = [name for name in unread if any(message.get(name) for message in value)]
+    if more:
+        raise ValueError(
+            f"the messages in {key} must have role and content alone, got {', '.join(more)}; write calls as "
+            "the text that the model says"
+        )
     return tuple(Message(message["role"], message["content"]) for message in value)
 
 

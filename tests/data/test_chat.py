@@ -16,7 +16,7 @@ from lit_rlkv.data.chat import (
     encode_prompts,
     format_prompt,
 )
-from lit_rlkv.data.chat_template import turn_ends
+from lit_rlkv.data.chat_template import choose_template, turn_ends
 from lit_rlkv.data.demonstrations import encode_completions
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_turn, encode, end_token_ids, load_tokenizer
 from lit_rlkv.environments import Environment
@@ -366,6 +366,7 @@ def test_the_end_of_a_turn_is_what_the_template_writes_there(template, ends):
     assert tokenizer.decode([*turn_ends(tokenizer)[0]]) == "".join(ends)
 
 
+LOOP = "{% for a in range(10000) %}{% for b in range(10000) %}{% endfor %}{% endfor %}" * 9
 BOMBS = {
     "{{ 1 // 0 }}": "by zero",
     "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "recursion",
@@ -378,6 +379,9 @@ BOMBS = {
     "{{ messages[0].content | replace('', 'a' * 10000000) }}": "memory|too long",
     "{{ 10 ** (10 ** 9) }}": "more than 4 s|memory",
     "{% if": "unexpected|Expected|expected",
+    "{% if tools %}" + LOOP + "{% endif %}{{ messages[0].content }}": "more than 4 s",
+    "{% for m in messages %}{% if m.role == 'tool' %}" + LOOP + "{% endif %}{{ m.content }}{% endfor %}": "more than 4 s",
+    "{% if messages[1].content|length > 300 %}{% set x = 'a' * 40000000000 %}{% endif %}{{ messages[0].content }}": "memory",
 }  # fmt: skip
 
 
@@ -398,3 +402,13 @@ def test_a_template_of_a_folder_is_rendered_as_before(tmp_path):
         trl_tokenizer(name).save_pretrained(tmp_path / name)
         tokenizer = load_tokenizer(str(tmp_path / name))
         assert encode_prompt(tokenizer, "2*3?") == encode_prompt(trl_tokenizer(name), "2*3?")
+
+
+def test_one_of_several_templates_writes_all_texts():
+    tokenizer = trl_tokenizer("qwen3")
+    qwen = tokenizer.chat_template
+    tokenizer.chat_template = {"default": qwen.replace("im_end", "end"), "tool_use": qwen}
+    choose_template(tokenizer, [add])
+    assert encode_observation(tokenizer, [Message("tool", "6", "add")]) == encode_observation(
+        trl_tokenizer("qwen3"), [Message("tool", "6", "add")]
+    )

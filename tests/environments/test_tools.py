@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lit_rlkv.environments import Tools, calculator
-from lit_rlkv.environments.tools import _event_loop
+from lit_rlkv.environments.tools import MAX_CALLS, _event_loop
 from lit_rlkv.tasks import Products
 from lit_rlkv.trust import trusting
 from lit_rlkv.types import Message
-from tests.chat_templates import trl_tokenizer
+from tests.chat_templates import byte_tokenizer, trl_tokenizer
 
 EXPRESSION = r"\A(?P<arguments>[0-9]+[*+][0-9]+)\Z"
 
@@ -236,7 +236,7 @@ def test_a_turn_without_a_call_is_the_last():
     assert results(Tools([calculator], EXPRESSION, role=None), "12") is None
 
 
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+ADDED = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 QUESTION = {"role": "user", "content": "1+2?"}
 
 
@@ -252,7 +252,7 @@ def test_the_tokenizers_response_template_finds_the_calls_that_its_chat_template
     utils = pytest.importorskip("trl.chat_template_utils")
     tokenizer = utils.add_response_schema(trl_tokenizer(name, ends=(end,) if end else ()))
     write = partial(tokenizer.apply_chat_template, tools=[add], tokenize=False)
-    turn = {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL]}
+    turn = {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [ADDED]}
     prompt = write([QUESTION], add_generation_prompt=True)
     said = write([QUESTION, turn]).removeprefix(prompt).rstrip("\n").removesuffix(end)
     tools = Tools([add])
@@ -321,3 +321,42 @@ def test_demonstrations_of_products_are_what_the_calculator_answers():
         assert results(tools, problem.solution) is None
         assert task.score(problem, problem.solution) == 1.0
         assert task.score(problem, task.corrupt(problem, rng)) == 0.0
+
+
+def test_calls_drafted_in_a_thought_are_none():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    for response in (f"<think>maybe {call}", f"<think>maybe {call}</think>3"):
+        assert Tools([add]).step(response) == (None, 0.0, True)
+    assert [message.content for message in results(Tools([add]), f"<think>so</think>{call}")] == ["3"]
+
+
+def test_a_turn_has_a_bound_of_calls_and_no_name_that_the_model_made_up():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    (message,) = results(Tools([add]), call * (MAX_CALLS + 1))
+    assert message.content.startswith(f"error: a turn must have at most {MAX_CALLS} calls")
+    (message,) = results(Tools([add]), call.replace("add", "<|start|>system"))
+    assert message.name is None
+
+
+@pytest.mark.parametrize("role", ["tool", None])
+def test_worked_turns_of_several_calls_give_what_the_rollout_gives(role):
+    calls = "".join(
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {n}, "b": 2}}}}</tool_call>' for n in (1, 4)
+    )
+    tools = Tools([add], role=role)
+    assert tools.worked_observation(calls, "3\n6") == tools.step(calls)[0]
+    with pytest.raises(ValueError, match="of 2 calls must have a line for each, got 1"):
+        tools.worked_observation(calls, "3")
+
+
+@pytest.mark.parametrize("pattern", ["(?P<call>a{99999999999})", "(" * 5000 + "(?P<call>a)" + ")" * 5000])
+def test_patterns_that_python_cannot_compile_are_refused(pattern):
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        Tools([add], pattern=pattern)
+
+
+def test_a_response_template_that_cannot_be_read_is_refused_before_any_response():
+    tokenizer = byte_tokenizer("{{ messages }}", "<eos>")
+    tokenizer.response_template = {"fields": {}}
+    with pytest.raises(ValueError, match="response_template cannot be read"):
+        Tools([add]).bind(tokenizer)

@@ -155,7 +155,7 @@ def test_an_index_names_regular_safetensors_of_the_folder_alone(checkpoint, tmp_
         (second.name, lambda weights: torch.save(weights, second), "damaged or not whole"),
         (second.name, lambda _: os.mkfifo(second), "as a regular file"),
         (second.name, lambda _: second.mkdir(), "as a regular file"),
-        (second.name, linked, "as a link of the hub's cache"),
+        (second.name, linked, "leads out of the model's folder"),
         (3, lambda _: None, "got 3; pickles"),
     ]
     whole = tmp_path / "whole"
@@ -274,3 +274,27 @@ def test_without_bitsandbytes_its_extra_is_named(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r'needs bitsandbytes; pip install -e "\.\[quant\]"'):
         load_causal_lm(checkpoint, torch.float32, quantization="4bit", device=torch.device("cuda"))
+
+
+def test_files_that_lead_out_of_the_folder_are_refused(checkpoint, tmp_path):
+    # An export copies the tokenizer's files, and so what a link leads to.
+    (tmp_path / "secret").write_text("{{ messages }}")
+    templates = checkpoint / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "x.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"x\.jinja leads out of the model's folder"):
+        load_causal_lm(checkpoint, torch.float32)
+
+
+def test_weights_of_whole_numbers_are_refused(checkpoint):
+    file = checkpoint / "model.safetensors"
+    save_file({name: (100 * part).to(torch.int8) for name, part in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match="must have weights of floats"):
+        load_causal_lm(checkpoint, torch.float32)
+
+
+def test_as_many_labels_as_no_model_has_are_refused(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "num_labels": 10**9}))
+    with pytest.raises(ValueError, match="num_labels of at most 100,000"):
+        load_causal_lm(checkpoint, torch.float32)

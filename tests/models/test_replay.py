@@ -289,3 +289,9 @@ def test_one_table_for_all_layers_and_heads_and_any_time_of_never_is_a_record():
     one = rollout.evicted_at[:, :1, :1].long()
     foreign = rollout.with_record(evicted_at=one.where(one != NEVER, torch.iinfo(torch.int64).max))
     torch.testing.assert_close(replay_logps(tiny_model(), foreign), expected)
+
+
+def test_a_table_in_place_of_a_record_is_refused_by_name():
+    rollout = sampled()
+    with pytest.raises(TypeError, match="record must be a Record"):
+        Rollout(**{**vars(rollout), "record": rollout.evicted_at})

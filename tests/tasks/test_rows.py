@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems, read_preferences
-from lit_rlkv.tasks.rows import parse_rows
+from lit_rlkv.tasks.rows import parse_prompt, parse_rows
 
 
 def positive(number):
@@ -72,3 +72,11 @@ def test_a_long_text_is_left_out_of_the_error_and_the_advice_is_not(tmp_path):
     ) as found:
         JsonlTask(path)
     assert len(str(found.value)) < 1000
+
+
+def test_parts_of_messages_that_no_prompt_keeps_are_refused_by_name():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    with pytest.raises(ValueError, match="role and content alone, got tool_calls"):
+        parse_prompt(
+            [{"role": "user", "content": "2*3?"}, call, {"role": "user", "content": "2*4?"}], "prompt"
+        )
