@@ -104,11 +104,11 @@ def unwind_on_ctrl_c(line: str) -> Iterator[None]:
 class InterruptedRunError(BaseException):
     """A signal asked the run to end. Not an `Exception`: code that survives failures must not catch it."""
 
-    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+    def __init__(self, message: str, number: int = signal.SIGTERM, is_finished: bool = False) -> None:
         super().__init__(message)
         self.is_ctrl_c = number == signal.SIGINT
         """True if a person ended the run, False if a scheduler did, which starts it again."""
-        self.is_finished = False
+        self.is_finished = is_finished
         """True if nothing was left to do but to close the loggers."""
 
 
@@ -195,9 +195,7 @@ class Interruption:
             name = signal.Signals(self._agreed).name
             is_ctrl_c = self._agreed == signal.SIGINT
             said = "interrupted" if is_ctrl_c else f"asked to end by {name}"
-            error = InterruptedRunError(said, self._agreed)
-            error.is_finished = self.is_finished
-            raise error
+            raise InterruptedRunError(said, self._agreed, self.is_finished)
 
     def raise_if_requested(self, fabric: "Fabric") -> None:
         """End the run if any rank received a signal; every rank must call it inside `deferred`.

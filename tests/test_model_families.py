@@ -6,11 +6,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FalconMambaConfig, GenerationConfig
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.data.tokenizers import (
-    decode_completions,
-    encode_prompts,
-    end_token_ids,
-)
+from lit_rlkv.data.chat import encode_prompts
+from lit_rlkv.data.tokenizers import decode_completions, end_token_ids
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.rollout import generate

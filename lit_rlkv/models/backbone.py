@@ -1,6 +1,5 @@
 """Backbones: forwards of any prepared transformers causal LM, and facts from its config."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -178,7 +177,7 @@ def hidden_states(
         given = None if slot_cache.incoming is None else slot_cache.incoming.is_token
         masks = _masks(model, given, input_ids.device)
         arguments = {"slot_cache": slot_cache, "past_key_values": slot_cache, "attention_mask": masks}
-    with nullcontext() if record is None else replayed_routing(model, record):
+    with replayed_routing(model, record):
         hidden: Tensor = model_body(model)(
             input_ids=input_ids, position_ids=position_ids, use_cache=slot_cache is not None, **arguments
         ).last_hidden_state

@@ -180,9 +180,10 @@ def replayed_experts(
         yield
 
 
-def replayed_routing(model: PreTrainedModel, record: Record) -> AbstractContextManager[None]:
+def replayed_routing(model: PreTrainedModel, record: Record | None) -> AbstractContextManager[None]:
     """Within this block the routers take the experts of a record, if it has any; see `replayed_experts`."""
-    return replayed_experts(model, None if record.expert_ids is None else by_token(record.expert_ids))
+    experts = None if record is None else record.expert_ids
+    return replayed_experts(model, None if experts is None else by_token(experts))
 
 
 def by_token(expert_ids: Int[Tensor, "batch router expert seq"]) -> Int[Tensor, "router token expert"]:

@@ -179,11 +179,14 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 
 
 def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"]) -> Rollout:
-    """Cut the unused columns of decoded rows.
+    """Cut the unused columns of decoded rows, and free the decoder's cache.
 
     All tokens up to the last sampled one are of the sequence; those that were given are not in
     `response_mask`.
     """
+    kv_bytes = decoder.kv.kv_bytes
+    for layer in decoder.kv.slot_layers:
+        layer.pools = None  # before the tables of the record need memory
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
     rows = rows.map_tensors(lambda value: value[..., :end])
     column = torch.arange(end, device=is_prompt.device)
@@ -197,7 +200,7 @@ def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "bat
         response_mask=rows.response_mask,
         rollout_logps=rows.logps,
         record=Record(**parts),
-        kv_bytes=decoder.kv.kv_bytes,
+        kv_bytes=kv_bytes,
         temperature=decoder.settings.temperature,
     )
 

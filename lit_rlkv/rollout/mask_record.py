@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int, Int32, UInt8
 from torch import Tensor
 
-from lit_rlkv.rollout.recorders import Recorder
+from lit_rlkv.rollout.recorders import Recorder, TokenMask
 from lit_rlkv.rollout.sampling import Kept
 from lit_rlkv.types import SamplingMasks
 
@@ -94,10 +94,7 @@ class MaskRecorder(Recorder):
             self._ring = self._ring.new_full((N_SLOTS, len(rows), self._ring.shape[2]), _empty(self._ring))
 
     def finish(
-        self,
-        found: list[RowIds],
-        attention_mask: Bool[Tensor, "batch seq"],
-        response_mask: Bool[Tensor, "batch seq"],
+        self, found: list[RowIds], attention_mask: TokenMask, response_mask: TokenMask
     ) -> SamplingMasks:
         counts, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
         empty = torch.zeros_like(response_mask, dtype=torch.int32)

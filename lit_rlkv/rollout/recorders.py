@@ -12,6 +12,8 @@ from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.rollout.sampling import Kept
 from lit_rlkv.types import NEVER, Codes
 
+TokenMask = Bool[Tensor, "batch seq"]
+
 
 class Recorder:
     """Records one part of a `Record` for the rows of a decoder; a subclass overrides what it listens to.
@@ -57,12 +59,7 @@ class Recorder:
         """Return a copy of what was recorded of finished rows: a tensor [row, ..., seq], or a list."""
         raise NotImplementedError
 
-    def finish(
-        self,
-        found: Any,
-        attention_mask: Bool[Tensor, "batch seq"],
-        response_mask: Bool[Tensor, "batch seq"],
-    ) -> Any:
+    def finish(self, found: Any, attention_mask: TokenMask, response_mask: TokenMask) -> Any:
         """Return the part of the record: what `read` gave of all rows, without unused columns."""
         return found
 
@@ -79,10 +76,7 @@ class EvictionRecorder(Recorder):
         return self._kv.evicted_at(torch.tensor(rows, device=self._kv.column.device))
 
     def finish(
-        self,
-        found: Tensor,
-        attention_mask: Bool[Tensor, "batch seq"],
-        response_mask: Bool[Tensor, "batch seq"],
+        self, found: Tensor, attention_mask: TokenMask, response_mask: TokenMask
     ) -> Int[Tensor, "batch layer kv_head seq"]:
         """Drop evictions after the query that predicted a row's last token, in place: the table is large."""
         column = torch.arange(response_mask.shape[1], device=response_mask.device)
@@ -106,5 +100,5 @@ class CodeRecorder(Recorder):
     def read(self, rows: Sequence[int]) -> Tensor:
         return self._kv.codes(rows)
 
-    def finish(self, found: Tensor, attention_mask: Tensor, response_mask: Tensor) -> Codes:
+    def finish(self, found: Tensor, attention_mask: TokenMask, response_mask: TokenMask) -> Codes:
         return Codes(self._dtype, found)

@@ -12,6 +12,7 @@ from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
+from lit_rlkv.rollout.recorders import EvictionRecorder
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, build, ragged_prompts, tiny_config, tiny_model
 from tests.rollout.recorded import RecordedRunner, Recording
@@ -171,6 +172,7 @@ def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
         pools.append(weakref.ref(cache))
         return begin(cache, *args)
 
+    run(max_rows=2)  # the first use of a model tries it with a cache of its own
     monkeypatch.setattr(SlotCache, "begin", watched)
     gc.disable()
     try:
@@ -179,6 +181,18 @@ def test_the_cache_is_freed_with_the_rollout_not_at_the_next_garbage_collection(
         assert all(pool() is None for pool in pools)
     finally:
         gc.enable()
+
+
+def test_the_cache_is_freed_before_the_record_is_finished(monkeypatch: pytest.MonkeyPatch):
+    held, finish = [], EvictionRecorder.finish
+
+    def watched(recorder: EvictionRecorder, *args: Any):
+        held.extend(layer.kv_bytes for layer in recorder._kv.slot_layers)
+        return finish(recorder, *args)
+
+    monkeypatch.setattr(EvictionRecorder, "finish", watched)
+    assert run().kv_bytes > 0
+    assert set(held) == {0}
 
 
 @pytest.mark.parametrize(("policy", "max_rows"), diagonal([*POLICIES, "dense"], [None, 2]))
