@@ -265,7 +265,7 @@ def test_a_pad_token_without_an_embedding_is_refused(tmp_path):
     [
         ([], "quantization=4bit needs CUDA, got device cpu"),
         (["stages=[sft,rl]"], "but sft trains all weights"),
-        (["roles=ppo"], "but roles.layout=ppo trains all weights"),
+        (["roles=ppo"], "roles.layout=ppo) trains all weights"),
         (["fabric.quantization=3bit"], "fabric.quantization must be 4bit or null, got 3bit"),
         (["model.path=null"], "is of a checkpoint; give model.path"),
     ],

@@ -139,7 +139,7 @@ def _check_model(cfg: Config) -> None:
     if path is not None:
         check_source(path)
     teacher = None if cfg.distillation is None else cfg.distillation.get("model")
-    if isinstance(teacher, str):
+    if isinstance(teacher, str) and "rl" in cfg.stages:
         check_source(teacher, "distillation.model")
     require(
         cfg.fabric.quantization is None or path is not None,

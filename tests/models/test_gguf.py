@@ -124,7 +124,7 @@ Q_PROJ, ZEROS = "blk.0.attn_q.weight", np.zeros(288, np.float32)
         ),
         (field("llama.block_count", None), "has a config of a model with"),
         (field("llama.block_count", 1), r"no place in its model for blk\.1"),
-        (field("llama.block_count", 2**31), "at most 1,000 layers, got llama.block_count=2147483648"),
+        (field("llama.block_count", 2**31), "llama.block_count of at most 1,000, got 2147483648"),
         (field("llama.attention.head_count", 0), "cannot be converted"),
         (field("llama.attention.head_count", None), "has other sizes than its config"),
         (field("llama.embedding_length", 2**30), "cannot be converted"),
