@@ -113,7 +113,7 @@ class InterruptedRunError(BaseException):
 
 
 INTERRUPTS = (KeyboardInterrupt, InterruptedRunError)
-"""What signals raise, and code that survives all else passes on."""
+"""Exceptions that signals raise; code that survives all else passes them on."""
 
 
 class Interruption:

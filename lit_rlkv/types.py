@@ -180,7 +180,7 @@ class SamplingMasks(TensorBatch):
 
 @dataclass(frozen=True)
 class Codes(TensorBatch):
-    """What fixes the codes of a quantized cache: `record_of` the codes of each key, then of its value."""
+    """The record that fixes the codes of a quantized cache: `record_of` the codes of each key, then of its value."""
 
     dtype: str
     """`CacheSpec.dtype` of the sampler's cache."""
@@ -189,7 +189,7 @@ class Codes(TensorBatch):
 
 @dataclass(frozen=True)
 class Record(TensorBatch):
-    """What the sampler saw and chose beside its tokens, as a learner replays it.
+    """All that the sampler saw and chose beside its tokens, as a learner replays it.
 
     The last dimension of every tensor is the columns of the tokens. A part that is None was not recorded.
     """

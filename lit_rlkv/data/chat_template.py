@@ -71,7 +71,7 @@ def render(
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> None:
-    """Of several chat templates keep the one that transformers takes, so that all texts are of the same."""
+    """Keep the one of several chat templates that transformers takes, so that all texts are of the same."""
     if isinstance(tokenizer.chat_template, dict):
         schemas: list[Any] = [get_json_schema(tool) for tool in tools]
         tokenizer.chat_template = tokenizer.get_chat_template(tools=schemas or None)

@@ -43,7 +43,7 @@ Probe = Callable[[AttentionInputs], None]
 
 @dataclass(frozen=True)
 class Replay:
-    """What one forward of the learner replays, as attention reads it."""
+    """The record that one forward of the learner replays, as attention reads it."""
 
     record: Record
     table_rows: Mapping[int, int] | None = None

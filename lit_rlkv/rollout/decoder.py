@@ -56,7 +56,7 @@ class DecodedRows(TensorBatch):
     response_mask: Bool[Tensor, "row seq"]
     logps: Float[Tensor, "row seq"]
     parts: Mapping[str, Any]
-    """What each recorder read, by the part of the record: a tensor, or a list with an entry for each row."""
+    """Results of the recorders' `read`, by the part of the record: a tensor, or a list with an entry for each row."""
 
     def new_empty(self, n_rows: int) -> "DecodedRows":
         """Allocate uninitialised memory for `n_rows` rows of the same columns."""
@@ -365,8 +365,11 @@ class Decoder:
         positions = (self.kv.column - self.kv.first)[:, None]
         with self._layers, self._watching():
             hidden = hidden_states(self.model, self.newest[:, None], positions, slot_cache=self.kv)
-        for recorder in self.recorders:  # a finished row reads a token that is not in it
-            recorder.stepped(self.kv.column.where(self.is_running, self.seq_len))
+        columns = self.kv.column.where(
+            self.is_running, self.seq_len
+        )  # a finished row reads no token of its own
+        for recorder in self.recorders:
+            recorder.stepped(columns)
         self._append(self.all_rows, head_logits(self.model, hidden[:, -1]))
 
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
