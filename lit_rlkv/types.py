@@ -180,7 +180,7 @@ class SamplingMasks(TensorBatch):
 
 @dataclass(frozen=True)
 class Codes(TensorBatch):
-    """The record that fixes the codes of a quantized cache: `record_of` the codes of each key, then of its value."""
+    """The record of the codes of a quantized cache: `record_of` those of each key, then of its value."""
 
     dtype: str
     """`CacheSpec.dtype` of the sampler's cache."""

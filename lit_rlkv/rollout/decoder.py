@@ -56,7 +56,7 @@ class DecodedRows(TensorBatch):
     response_mask: Bool[Tensor, "row seq"]
     logps: Float[Tensor, "row seq"]
     parts: Mapping[str, Any]
-    """Results of the recorders' `read`, by the part of the record: a tensor, or a list with an entry for each row."""
+    """Results of the recorders by part of the record: a tensor, or a list with an entry for each row."""
 
     def new_empty(self, n_rows: int) -> "DecodedRows":
         """Allocate uninitialised memory for `n_rows` rows of the same columns."""
