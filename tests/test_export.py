@@ -18,16 +18,16 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.config.options import convert
 from lit_rlkv.evaluate import evaluate
-from lit_rlkv.export import export
+from lit_rlkv.export import export, main
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.model_card import Exported, model_card
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages import export as exporting
 from lit_rlkv.stages.export import policy_logits, probe_tokens, widened
 from lit_rlkv.trust import trusting
+from tests.forks import ended
 from tests.whole_runs import config, run, scoring
 
-ROOT = Path(__file__).parent.parent
 LOADER = """
 import json, sys, torch
 from peft import PeftModel
@@ -48,10 +48,11 @@ save_file(found, out)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, share_sft_model):
     """Runs of two layouts that have trained away from their start, and been evaluated."""
     folder = tmp_path_factory.mktemp("runs")
-    far = ["optimizer.lr=0.05", "evaluation.n_prompts=4", "evaluation.n_mismatch=4"]
+    share_sft_model(config(folder))
+    far = ["optimizer.lr=0.05", "evaluation.n_prompts=4", "evaluation.n_mismatch=4", "diagnostics=none"]
     run(folder, "hydra", *far, "algorithm=ppo", "distillation=dense_student")
     run(folder, "ppo", *far, "stages=[rl]", "algorithm=ppo", "roles=ppo", "optimizer.lr=0.003")
     return folder
@@ -385,11 +386,9 @@ def test_a_value_head_is_refused_where_its_model_would_not_be_written(runs, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
-    command = [sys.executable, "-m", "lit_rlkv.export", f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "no adapter: this layout trains the whole backbone" in done.stdout
-    assert "no value head written; heads=true writes it" in done.stdout
+    code, said = ended(main, f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}")
+    assert code == 0, said
+    assert "no adapter: this layout trains the whole backbone" in said
+    assert "no value head written; heads=true writes it" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()
