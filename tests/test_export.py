@@ -193,20 +193,6 @@ def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
 
 
-def test_export_survives_that_its_checkpoint_is_deleted_before_loading(runs, exported, tmp_path, monkeypatch):
-    copytree(runs / "hydra", tmp_path / "runs" / "hydra")
-
-    def found_too_late(ckpt):
-        found = find_run(ckpt)
-        rmtree(found.checkpoint.path)
-        return found
-
-    monkeypatch.setattr("lit_rlkv.runs.open_run.find_run", found_too_late)
-    folder, _ = export(asking(tmp_path / "runs", "hydra", tmp_path / "late"))
-    late, last = (load_file(path / "model.safetensors") for path in (folder, exported))
-    assert all(torch.equal(late[name], last[name]) for name in last)
-
-
 def losing_the_adapter(self, *args, **kwargs):
     return self.unload()
 

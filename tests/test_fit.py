@@ -82,23 +82,26 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(sft_runs):
     assert (sft_runs / "first").read_text() == before
 
 
-def test_without_an_sft_model_rl_is_refused_before_any_work(tmp_path):
-    with pytest.raises(ConfigError, match=r"add sft to stages, or give model\.path"):
-        run(tmp_path, "run", "stages=[rl,eval]")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("options", "says"),
     [
-        ("rollout.max_new_tokens=4", "cuts worked solutions, which take up to"),
-        ("rollout.max_new_tokens=5000", "has positions for 1024"),
+        (["stages=[rl,eval]"], r"add sft to stages, or give model\.path"),
+        (["rollout.max_new_tokens=4"], "cuts worked solutions, which take up to"),
+        (["rollout.max_new_tokens=5000"], "has positions for 1024"),
+        (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, got device cpu"),
+        (["rollout.n_splits=1"], "rollout.n_splits=1 needs the Triton kernels, which do not run on cpu"),
+        (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
+        (["roles.target_modules=[q_proj,zzz]"], "this model has no module zzz; choose from .*q_proj"),
     ],
 )
-def test_lengths_that_cannot_work_are_refused_before_training(tmp_path, option, says):
+def test_settings_that_cannot_work_are_refused_before_any_work(tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):
-        run(tmp_path, "run", option)
+        run(tmp_path, "run", *options)
+    set_kernels("auto")
     assert not (tmp_path / "sft_models").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    rows = tmp_path / "run" / "sft_metrics.csv"
+    assert not rows.exists() or not rows.read_text().strip()
 
 
 def test_a_diagnostic_that_cannot_measure_the_policy_is_refused_before_it_is_evaluated(sft_runs):
@@ -175,21 +178,6 @@ def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypat
         evaluate(options)
     set_kernels("auto")
     assert called == [None]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["rollout.cuda_graph=true"], "rollout.cuda_graph=true needs CUDA, got device cpu"),
-        (["rollout.n_splits=1"], "rollout.n_splits=1 needs the Triton kernels, which do not run on cpu"),
-        (["kernels=triton", "fabric.precision=64-true"], "kernels: kernels=triton takes float32, float16"),
-    ],
-)
-def test_settings_that_the_device_does_not_support_are_refused_before_any_work(tmp_path, options, says):
-    with pytest.raises(ConfigError, match=says):
-        run(tmp_path, "run", *options)
-    set_kernels("auto")
-    assert not (tmp_path / "sft_models").exists()
 
 
 @pytest.mark.slow
@@ -298,13 +286,6 @@ def test_settings_that_name_no_folder_are_refused_before_one_is_made(tmp_path, m
     with pytest.raises(SystemExit, match="error: "):
         main()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_adapters_on_missing_modules_are_refused_before_sft(tmp_path):
-    with pytest.raises(ConfigError, match=r"this model has no module zzz; choose from .*q_proj"):
-        run(tmp_path, "run", "roles.target_modules=[q_proj,zzz]")
-    rows = tmp_path / "run" / "sft_metrics.csv"
-    assert not rows.exists() or not rows.read_text().strip()
 
 
 @pytest.mark.parametrize(
