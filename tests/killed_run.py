@@ -60,6 +60,11 @@ def n_saved(run_dir: Path) -> int:
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 
+def run_killed(runs_dir: Path, name: str, n_kills: int, *overrides: str) -> list[int]:
+    """Train a run of this name as `main` does."""
+    return main(0, n_kills, [*overrides, f"runs_dir={runs_dir}", f"hydra.run.dir={runs_dir / name}"])
+
+
 def main(seed: int, n_kills: int, overrides: list[str], early: float = 0.0) -> list[int]:
     """Kill a run and resume it; return how many iterations were done at each kill.
 

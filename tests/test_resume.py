@@ -18,8 +18,8 @@ from lit_rlkv.fit import main
 from lit_rlkv.interrupts import REQUEUE as EXIT_CODE
 from lit_rlkv.runs.resume import is_done
 from lit_rlkv.runs.training_run import Results
-from tests import killed_run
 from tests.forks import ended
+from tests.killed_run import run_killed
 from tests.tiers import slow
 from tests.whole_runs import TINY, rows_of, run, said_by, scoring
 
@@ -56,7 +56,7 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(sft_runs, algorithm,
     ]
     straight, folder = (sft_runs / f"{kind}-{algorithm}-{n_kills}" for kind in ("straight", "killed"))
     run(sft_runs, straight.name, *options)
-    n_done = killed_run.main(0, n_kills, [*options, f"runs_dir={sft_runs}", f"hydra.run.dir={folder}"])
+    n_done = run_killed(sft_runs, folder.name, n_kills, *options)
     assert len(n_done) == n_kills
     assert 0 < n_done[0] < n_done[-1] < n_iterations
     assert seconds_of(folder, "rl") >= float(rows_of(folder)[-1]["time/wall_clock_s"])
