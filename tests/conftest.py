@@ -70,12 +70,13 @@ def share_sft_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="module")
-def sft_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which a first run has left its SFT model."""
-    from tests.whole_runs import run
+def sft_runs(tmp_path_factory: pytest.TempPathFactory, share_sft_model: Callable[..., Path]) -> Path:
+    """Return a folder with an SFT model, and with a run that started from it, `first`."""
+    from tests.whole_runs import config, run
 
     folder = tmp_path_factory.mktemp("runs")
-    run(folder, "first")
+    share_sft_model(config(folder))
+    run(folder, "first", "stages=[rl]", "diagnostics=none")
     return folder
 
 

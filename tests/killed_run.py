@@ -1,14 +1,12 @@
-"""Train a run that is killed again and again: `python -m tests.killed_run SEED N_KILLS OVERRIDE ...`.
+"""Train a run that is killed again and again.
 
 Everything is imported once. Each attempt is a fork that resumes the run in `hydra.run.dir`; all but the
-last are killed with SIGKILL at a random moment, checkpoint writes included. Prints how many iterations were
-done at each kill.
+last are killed with SIGKILL at a random moment, checkpoint writes included.
 """
 
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -20,7 +18,7 @@ from lit_rlkv.fit import fit
 from lit_rlkv.run_files import CHECKPOINTS, CONFIG
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.preflight import checked_config
-from tests.whole_runs import TINY
+from tests.whole_runs import TINY, plain_reports
 
 EARLY_S = 1.5
 """Time within which an attempt dies that may die before it has saved anything."""
@@ -32,7 +30,8 @@ def attempt(overrides: list[str], run_dir: Path) -> None:
     cfg = composed("config", [*TINY, *overrides])
     del cfg.hydra
     cfg = checked_config(cfg)
-    fit(cfg, run_dir, Console(quiet=True), resumes=(run_dir / CONFIG).exists())
+    with plain_reports():
+        fit(cfg, run_dir, Console(quiet=True), resumes=(run_dir / CONFIG).exists())
 
 
 def fork(overrides: list[str], run_dir: Path) -> int:
@@ -61,13 +60,18 @@ def n_saved(run_dir: Path) -> int:
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 
-def main(seed: int, n_kills: int, overrides: list[str], early: float = 0.0) -> None:
-    """Kill a run and resume it.
+def run_killed(runs_dir: Path, name: str, n_kills: int, *overrides: str) -> list[int]:
+    """Train a run of this name as `main` does."""
+    return main(0, n_kills, [*overrides, f"runs_dir={runs_dir}", f"hydra.run.dir={runs_dir / name}"])
+
+
+def main(seed: int, n_kills: int, overrides: list[str], early: float = 0.0) -> list[int]:
+    """Kill a run and resume it; return how many iterations were done at each kill.
 
     Args:
         early: share of the kills that may come before an attempt has saved an iteration.
     """
-    rng = random.Random(seed)
+    rng, n_done = random.Random(seed), []
     run_dir = Path(next(o for o in overrides if o.startswith("hydra.run.dir=")).partition("=")[2])
     for _ in range(n_kills):
         n_before = n_saved(run_dir)
@@ -82,9 +86,6 @@ def main(seed: int, n_kills: int, overrides: list[str], early: float = 0.0) -> N
             time.sleep(0.002)
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the run ended before it was killed"
-        sys.stdout.write(f"{n_saved(run_dir)}\n")
+        n_done.append(n_saved(run_dir))
     assert os.waitpid(fork(overrides, run_dir), 0)[1] == 0
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    return n_done

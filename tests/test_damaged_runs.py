@@ -15,7 +15,7 @@ from lit_rlkv.export import export
 from lit_rlkv.files import DamagedFileError
 from lit_rlkv.reporting.run_folder import read_run
 from lit_rlkv.runs.open_run import find_run
-from tests.whole_runs import run, scoring
+from tests.whole_runs import config, run, scoring
 
 OPTIONS = ["diagnostics=light", "evaluation.budgets=[]", "evaluation.n_prompts=2", "evaluation.n_mismatch=2"]
 DAMAGE = {
@@ -29,9 +29,10 @@ DAMAGE = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, share_sft_model):
     """A folder with a run of two iterations."""
     folder = tmp_path_factory.mktemp("runs")
+    share_sft_model(config(folder))
     run(folder, "whole", *OPTIONS)
     Choices({}, []).save(folder / "whole")
     return folder

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -19,17 +17,17 @@ from lit_rlkv.fit import fit
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.open_run import find_run
 from lit_rlkv.runs.preflight import checked_config
+from tests.forks import ended
 from tests.runs.test_checkpoint import files_of_at_most
-from tests.whole_runs import run
-
-ROOT = Path(__file__).parent.parent
+from tests.whole_runs import config, run
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, share_sft_model):
     """The folder of a run that has been trained for two iterations."""
     folder = tmp_path_factory.mktemp("runs")
-    run(folder, "run", "stages=[sft,rl]", "evaluation.n_prompts=6")
+    share_sft_model(config(folder))
+    run(folder, "run", "stages=[rl]", "diagnostics=none", "evaluation.n_prompts=6")
     return folder / "run"
 
 
@@ -173,26 +171,21 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_loaded
 def test_results_that_cannot_be_written_are_shown(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "run" / "evaluate.json").mkdir()
-    done = command(f"ckpt={tmp_path / 'run'}", "budgets=[]", "n_prompts=2")
-    assert done.returncode == 1
-    assert "random 7+2" in done.stdout
-    assert "Traceback" not in done.stderr
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("error: the results cannot be written: [Errno 21] Is a directory")
-
-
-def command(*arguments):
-    command = [sys.executable, "-m", "lit_rlkv.evaluate", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    code, said = ended(main, f"ckpt={tmp_path / 'run'}", "budgets=[]", "n_prompts=2")
+    assert code == 1
+    assert "random 7+2" in said
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("error: the results cannot be written: [Errno 21] Is a directory")
 
 
 def test_the_command_line_prints_the_table_and_writes_result_and_samples(saved):
-    done = command(
-        f"ckpt={saved}", "budgets=[4]", "n_samples=2", "pass_at_k=[1,2]", "temperature=1", "n_prompts=3"
+    code, said = ended(
+        main, f"ckpt={saved}", "budgets=[4]", "n_samples=2", "pass_at_k=[1,2]", "temperature=1", "n_prompts=3"
     )
-    assert done.returncode == 0, done.stderr
-    assert "random 4+2" in done.stdout
-    assert "3 prompts × 2 samples" in done.stdout
+    assert code == 0, said
+    assert "random 4+2" in said
+    assert "3 prompts × 2 samples" in said
     result = json.loads((saved / "evaluate.json").read_text())
     assert [row["budget"] for row in result["rows"]] == [None, 7, 4]
     assert result["environment"]["packages"]["torch"]

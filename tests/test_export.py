@@ -18,16 +18,16 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.config.options import convert
 from lit_rlkv.evaluate import evaluate
-from lit_rlkv.export import export
+from lit_rlkv.export import export, main
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.model_card import Exported, model_card
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages import export as exporting
 from lit_rlkv.stages.export import policy_logits, probe_tokens, widened
 from lit_rlkv.trust import trusting
+from tests.forks import ended
 from tests.whole_runs import config, run, scoring
 
-ROOT = Path(__file__).parent.parent
 LOADER = """
 import json, sys, torch
 from peft import PeftModel
@@ -48,10 +48,11 @@ save_file(found, out)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, share_sft_model):
     """Runs of two layouts that have trained away from their start, and been evaluated."""
     folder = tmp_path_factory.mktemp("runs")
-    far = ["optimizer.lr=0.05", "evaluation.n_prompts=4", "evaluation.n_mismatch=4"]
+    share_sft_model(config(folder))
+    far = ["optimizer.lr=0.05", "evaluation.n_prompts=4", "evaluation.n_mismatch=4", "diagnostics=none"]
     run(folder, "hydra", *far, "algorithm=ppo", "distillation=dense_student")
     run(folder, "ppo", *far, "stages=[rl]", "algorithm=ppo", "roles=ppo", "optimizer.lr=0.003")
     return folder
@@ -190,20 +191,6 @@ def test_an_earlier_checkpoint_is_another_model(runs, exported, tmp_path):
     first, last = (load_file(path / "model.safetensors") for path in (folder, exported))
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert "Of the run's end, 2 iterations; this is the policy after 1." in (folder / "README.md").read_text()
-
-
-def test_export_survives_that_its_checkpoint_is_deleted_before_loading(runs, exported, tmp_path, monkeypatch):
-    copytree(runs / "hydra", tmp_path / "runs" / "hydra")
-
-    def found_too_late(ckpt):
-        found = find_run(ckpt)
-        rmtree(found.checkpoint.path)
-        return found
-
-    monkeypatch.setattr("lit_rlkv.runs.open_run.find_run", found_too_late)
-    folder, _ = export(asking(tmp_path / "runs", "hydra", tmp_path / "late"))
-    late, last = (load_file(path / "model.safetensors") for path in (folder, exported))
-    assert all(torch.equal(late[name], last[name]) for name in last)
 
 
 def losing_the_adapter(self, *args, **kwargs):
@@ -385,11 +372,9 @@ def test_a_value_head_is_refused_where_its_model_would_not_be_written(runs, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_the_command_line_says_what_it_wrote_and_what_not(runs, tmp_path):
-    command = [sys.executable, "-m", "lit_rlkv.export", f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "no adapter: this layout trains the whole backbone" in done.stdout
-    assert "no value head written; heads=true writes it" in done.stdout
+    code, said = ended(main, f"ckpt={runs / 'ppo'}", f"to={tmp_path / 'out'}")
+    assert code == 0, said
+    assert "no adapter: this layout trains the whole backbone" in said
+    assert "no value head written; heads=true writes it" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -16,7 +16,7 @@ from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.stages.export import policy_logits, probe_tokens
 from tests.hand_built import ARMS, gradients_of, make_datamodule, make_model, make_module, make_roles
 from tests.test_resume import assert_same_run
-from tests.tiers import short_tier
+from tests.tiers import covering, short_tier
 from tests.whole_runs import config, rows_of, run, scoring
 
 FULL = [
@@ -119,7 +119,9 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("correction", "policy", "distillation"), short_tier(CROSSES, SHORT))
+@pytest.mark.parametrize(
+    ("correction", "policy", "distillation"), short_tier(dict.fromkeys([*SHORT, *covering(CROSSES)]), SHORT)
+)
 def test_all_weights_train_with_every_correction_cache_and_distillation(
     runs, correction, policy, distillation
 ):

@@ -22,6 +22,7 @@ from lit_rlkv.interrupts import (
 )
 from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.run_files import METRICS
+from tests.forks import in_a_fork
 from tests.test_resume import OPTIONS, assert_same_run
 from tests.tiers import slow
 from tests.whole_runs import TINY, run
@@ -97,23 +98,6 @@ def test_a_block_is_left_with_its_clean_up_and_one_line(capfd):
     assert exit_of.value.code == EXIT_CODE
     assert cleaned == [True]
     assert capfd.readouterr().err == "interrupted; nothing was written\n"
-
-
-def in_a_fork(body):
-    """Run a function in a fork; return its exit status and what it wrote to stderr."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writing, 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            body()
-        finally:
-            os._exit(1)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        said = file.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
 
 
 def test_code_that_catches_everything_cannot_hold_up_the_end():

@@ -1,24 +1,22 @@
 """Runs whose memory is too small, started as users start them."""
 
-import os
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
+from lit_rlkv.fit import main
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.stages.rl import train_policy
+from tests.forks import ended, in_a_fork
 from tests.whole_runs import TINY, config, run
 
-ROOT = Path(__file__).parent.parent
 GIB = 2**30
 SIZES = ["rollout.n_prompts=8", "algorithm.group_size=2", "cache.budget=5", "cache.interval=2"]
 
@@ -38,44 +36,36 @@ def sft_runs(tmp_path_factory, share_sft_model):
 def test_a_rollout_beyond_all_memory_is_one_error_with_the_sizes(tmp_path, sft_runs):
     # Of 2 layers, 16 rows, 4 heads, 8 dims in float32: 2 · 16 · 4 · 2^29 · 8 · 4 = 2^41 bytes
     overrides = [f"model.path={sft_runs}", "stages=[rl]", *SIZES, *large_window(2**29)]
-    done = subprocess.run(
-        [sys.executable, "-m", "lit_rlkv.fit", *TINY, *overrides, f"hydra.run.dir={tmp_path}/run"],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "error: out of memory in the rollout: 2 responses of up to 8 tokens to each of 8" in done.stderr
-    assert "2.00 TiB  latest queries; change cache.window" in done.stderr
-    assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, said = ended(main, *TINY, *overrides, f"hydra.run.dir={tmp_path}/run")
+    assert code == 1
+    assert "error: out of memory in the rollout: 2 responses of up to 8 tokens to each of 8" in said
+    assert "2.00 TiB  latest queries; change cache.window" in said
+    assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in said
+    assert "Traceback" not in said
     assert "Traceback" in (tmp_path / "run" / "fit.log").read_text()
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def run_within(n_bytes, tmp_path, name, *overrides):
-    """A run in a fork that may have so many bytes more; what it ended with."""
-    child = os.fork()
-    if child == 0:
-        said = "nothing"
-        try:
-            limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + n_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            run(tmp_path, name, *overrides)
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        finally:
-            (tmp_path / f"{name}.txt").write_text(said)
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    return (tmp_path / f"{name}.txt").read_text()
+    """A run in a fork that may have so many bytes more: its exit code and what it said."""
+
+    def work():
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + n_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        run(tmp_path, name, *overrides)
+
+    return in_a_fork(work)
 
 
 def test_a_rollout_beyond_the_memory_limit_is_refused_and_a_smaller_window_fits(tmp_path, sft_runs):
     options = [f"model.path={sft_runs}", "stages=[rl]", "diagnostics=none", *SIZES]
     # 2 · 16 · 4 · 2^21 · 8 · 4 = 2^33 bytes in two tensors
-    said = run_within(3 * GIB, tmp_path, "large", *options, *large_window(2**21))
-    assert said.startswith("MemoryExhaustedError: out of memory in the rollout")
+    code, said = run_within(3 * GIB, tmp_path, "large", *options, *large_window(2**21))
+    assert code == 1
+    assert "MemoryExhaustedError: out of memory in the rollout" in said
     assert "8.00 GiB  latest queries" in said
-    assert run_within(3 * GIB, tmp_path, "small", *options) == "nothing"
+    code, said = run_within(3 * GIB, tmp_path, "small", *options)
+    assert code == 0, said
 
 
 def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_path, sft_runs):

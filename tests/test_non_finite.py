@@ -19,7 +19,7 @@ from lit_rlkv.runs.starting_model import SFT_MODELS, backbone_id
 from lit_rlkv.runs.weights import trainable_weights
 from lit_rlkv.trainer import Learner, TrainState
 from tests.tiers import slow
-from tests.whole_runs import rows_of, run
+from tests.whole_runs import config, rows_of, run
 
 FABRIC = Fabric(accelerator="cpu")
 NAN, FINE = torch.tensor(torch.nan), torch.tensor(1.0)
@@ -115,23 +115,30 @@ def test_a_checkpoint_takes_no_model_whose_logits_are_not_finite(tmp_path):
     assert CheckpointDir(tmp_path).latest().iteration == 1
 
 
-def test_a_run_that_diverges_in_its_last_step_fails_and_nothing_opens_its_model(tmp_path):
+@pytest.fixture
+def runs(tmp_path, share_sft_model):
+    """A folder with an SFT model."""
+    share_sft_model(config(tmp_path))
+    return tmp_path
+
+
+def test_a_run_that_diverges_in_its_last_step_fails_and_nothing_opens_its_model(runs):
     with pytest.raises(
         NonFiniteError, match=r"diverged by iteration 1, .* There is no checkpoint to go back to"
     ):
         run(
-            tmp_path, "run", "stages=[sft,rl]", "algorithm.n_iterations=1", "algorithm.n_minibatches=1",
+            runs, "run", "stages=[rl]", "algorithm.n_iterations=1", "algorithm.n_minibatches=1",
             "optimizer.lr=1e18", "optimizer.weight_decay=1e10", "diagnostics=none",
         )  # fmt: skip
-    saved = find_run(tmp_path / "run")
+    saved = find_run(runs / "run")
     _, module = open_run(saved)  # as it started
     weights = {name: torch.full_like(value, 1e30) for name, value in trainable_weights(module).items()}
-    checkpoints = CheckpointDir(tmp_path / "run" / "checkpoints")
+    checkpoints = CheckpointDir(runs / "run" / "checkpoints")
     for broken, says in ((weights, "its logits are not finite"), ({}, "weights are not finite")):
         broken = broken or {name: value * torch.nan for name, value in weights.items()}
         checkpoints.save(1, broken, {}, {}, backbone=backbone_id(saved.start))
         with pytest.raises(ConfigError, match=f"iteration-000001 holds a model that has diverged: .*{says}"):
-            open_run(find_run(tmp_path / "run"))
+            open_run(find_run(runs / "run"))
 
 
 def test_an_sft_stage_that_diverges_in_its_last_step_leaves_no_model(tmp_path):
@@ -144,18 +151,18 @@ def test_an_sft_stage_that_diverges_in_its_last_step_leaves_no_model(tmp_path):
 
 
 @pytest.mark.parametrize(("score", "normalize"), [("1e39", "running"), slow("-1e20", "none")])
-def test_rewards_that_float32_cannot_square_reach_no_loss(tmp_path, score, normalize):
-    (tmp_path / "rewards.py").write_text(
+def test_rewards_that_float32_cannot_square_reach_no_loss(runs, score, normalize):
+    (runs / "rewards.py").write_text(
         f"""def score(completion, solution):
     return {score} if completion != solution and sum(map(ord, completion)) % 2 else len(completion)
 """
     )
     run(
-        tmp_path, "run", "stages=[sft,rl]", "algorithm=ppo", "reward=python", "diagnostics=none",
-        f"reward.functions.custom.path={tmp_path}/rewards.py:score", f"reward.normalize={normalize}",
+        runs, "run", "stages=[rl]", "algorithm=ppo", "reward=python", "diagnostics=none",
+        f"reward.functions.custom.path={runs}/rewards.py:score", f"reward.normalize={normalize}",
         "reward.max_failed=1", "algorithm.n_iterations=2",
     )  # fmt: skip
-    rows = rows_of(tmp_path / "run")
+    rows = rows_of(runs / "run")
     assert all(0 < float(row["reward/failed_fraction"]) < 1 for row in rows)
     for name in ("skipped_steps", "reward", "loss", "value_loss", "grad_norm", "rewards/custom/mean"):
         assert all(0 <= abs(float(row[name])) < 1e6 for row in rows), name
@@ -164,7 +171,7 @@ def test_rewards_that_float32_cannot_square_reach_no_loss(tmp_path, score, norma
 
 @pytest.mark.parametrize(("broken", "n_iterations"), [({2}, 3), (range(2, 99), 9)], ids=["once", "always"])
 def test_a_run_leaves_out_a_step_without_a_gradient_and_ends_when_that_repeats(
-    tmp_path, monkeypatch, broken, n_iterations
+    runs, monkeypatch, broken, n_iterations
 ):
     step, n_steps = PolicyModule.training_step, itertools.count(1)
 
@@ -176,7 +183,7 @@ def test_a_run_leaves_out_a_step_without_a_gradient_and_ends_when_that_repeats(
     options = ["algorithm.n_minibatches=1", f"algorithm.n_iterations={n_iterations}", "diagnostics=none"]
     failure = pytest.raises(NonFiniteError, match=r"6 .* norm nan.*Start a new run")
     with nullcontext() if broken == {2} else failure:
-        run(tmp_path, "run", "stages=[sft,rl]", *options)
-    skipped = [float(row["skipped_steps"]) for row in rows_of(tmp_path / "run")]
+        run(runs, "run", "stages=[rl]", *options)
+    skipped = [float(row["skipped_steps"]) for row in rows_of(runs / "run")]
     assert skipped == ([0, 1, 0] if broken == {2} else [0, 1, 1, 1, 1, 1])
-    assert CheckpointDir(tmp_path / "run" / "checkpoints").latest().iteration == len(skipped)
+    assert CheckpointDir(runs / "run" / "checkpoints").latest().iteration == len(skipped)

@@ -12,9 +12,10 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
 from lit_rlkv.runs.checkpoint import REFERENCE
 from lit_rlkv.runs.open_run import find_run, open_run
+from tests.killed_run import run_killed
 from tests.test_full_fine_tuning import FULL, KL, PREFIX, start_weights, trained_weights
 from tests.test_resume import assert_same_run
-from tests.whole_runs import config, rows_of, run, run_killed, scoring
+from tests.whole_runs import config, rows_of, run, scoring
 
 OPTIONS = [*FULL, KL, "experiment=shadow", "algorithm.lr_schedule=constant"]
 EVERY = "algorithm.reference_sync.every"

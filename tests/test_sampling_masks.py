@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lit_rlkv.reporting.run_folder import read_metrics
-from tests.whole_runs import run
+from tests.whole_runs import config, run
 
 
 @pytest.mark.slow
@@ -22,7 +22,8 @@ from tests.whole_runs import run
     ],
     ids=str,
 )
-def test_what_top_k_and_top_p_leave_is_replayed_in_a_whole_run(tmp_path, options):
+def test_what_top_k_and_top_p_leave_is_replayed_in_a_whole_run(tmp_path, share_sft_model, options):
+    share_sft_model(config(tmp_path))
     run(tmp_path, "run", "rollout.top_p=0.9", "rollout.top_k=20", *options)
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert len(rows) == 2

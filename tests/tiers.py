@@ -30,7 +30,12 @@ def every_nth(n: int, cases: Iterable[object]) -> list[object]:
 
 
 def pairwise(cases: Sequence[tuple[object, ...]]) -> list[object]:
-    """Return all cases; marked slow are those not needed to see every pair of values of two axes once.
+    """Return all cases; marked slow are those that are not in `covering`."""
+    return short_tier(cases, covering(cases))
+
+
+def covering(cases: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
+    """Return cases enough to see every pair of values of two axes once.
 
     The choice is greedy: the case with the most pairs not seen before comes next, the first of equals.
     """
@@ -40,7 +45,7 @@ def pairwise(cases: Sequence[tuple[object, ...]]) -> list[object]:
         best = max(cases, key=lambda case: len(_pairs(case) & missing))
         chosen.append(best)
         missing -= _pairs(best)
-    return short_tier(cases, chosen)
+    return chosen
 
 
 def diagonal(*axes: Iterable[object]) -> list[object]:

@@ -4,8 +4,9 @@ import csv
 import os
 import socket
 import subprocess
-import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from rich.console import Console
 from lit_rlkv.config import CONF_DIR
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.fit import fit
+from lit_rlkv.reporting.plots import style
 from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.launch import FSDP2, fabric_precision, make_fabric
 from lit_rlkv.runs.preflight import checked_config
@@ -58,24 +60,18 @@ def rows_of(folder):
         return list(csv.DictReader(file))
 
 
-def run(tmp_path, name, *overrides, resumes=False):
+@contextmanager
+def plain_reports():
+    """Leave the pictures on pages empty: to draw them takes longer than all else in a tiny run."""
+    with patch.object(style, "svg", lambda figure, key: "<svg/>"):
+        yield
+
+
+def run(tmp_path, name, *overrides, resumes=False, draws=False):
+    """Do a whole run in its folder; only if `draws`, its report has pictures."""
     cfg = config(tmp_path, *overrides)
-    return fit(cfg, tmp_path / name, Console(quiet=True), resumes=resumes)
-
-
-def run_killed(tmp_path, name, n_kills, *overrides):
-    """Train in processes that are killed at random moments; return the iterations done at each kill."""
-    command = [sys.executable, "-m", "tests.killed_run", "0", str(n_kills), *overrides]
-    done = subprocess.run(
-        [*command, f"runs_dir={tmp_path}", f"hydra.run.dir={tmp_path / name}"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
+    with nullcontext() if draws else plain_reports():
+        return fit(cfg, tmp_path / name, Console(quiet=True), resumes=resumes)
 
 
 def shared_sft_model(cfg, shared):
@@ -130,7 +126,8 @@ def free_port():
 
 
 def _fit_on_a_rank(fabric, cfg, run_dir, resumes):
-    fit(cfg, run_dir, Console(quiet=True), resumes=resumes, fabric=fabric)
+    with plain_reports():
+        fit(cfg, run_dir, Console(quiet=True), resumes=resumes, fabric=fabric)
 
 
 def said_by(process):

@@ -16,7 +16,7 @@ from lit_rlkv.data.chat import (
     encode_prompts,
     format_prompt,
 )
-from lit_rlkv.data.chat_template import choose_template, turn_ends
+from lit_rlkv.data.chat_template import LIMITS, choose_template, turn_ends
 from lit_rlkv.data.demonstrations import encode_completions
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_turn, encode, end_token_ids, load_tokenizer
 from lit_rlkv.environments import Environment
@@ -372,21 +372,22 @@ BOMBS = {
     "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}": "recursion",
     "{% set x = 'a' * 40000000000 %}": "memory",
     "{% for i in range(10**12) %}{% endfor %}": "Range too big",
-    "{% set n = range(10000) %}{% for i in n %}{% for j in n %}{% for k in n %}{% endfor %}{% endfor %}{% endfor %}": "more than 4 s",
+    "{% set n = range(10000) %}{% for i in n %}{% for j in n %}{% for k in n %}{% endfor %}{% endfor %}{% endfor %}": "more than 2 s",
     "{{ '%1000000000d' % 1 }}": "memory",
     "{% for i in range(30000) %}{{ messages[0].content * 100 }}{% endfor %}": "too long",
     "{{ 1 + messages[0].content }}": "unsupported operand",
     "{{ messages[0].content | replace('', 'a' * 10000000) }}": "memory|too long",
-    "{{ 10 ** (10 ** 9) }}": "more than 4 s|memory",
+    "{{ 10 ** (10 ** 9) }}": "more than 2 s|memory",
     "{% if": "unexpected|Expected|expected",
-    "{% if tools %}" + LOOP + "{% endif %}{{ messages[0].content }}": "more than 4 s",
-    "{% for m in messages %}{% if m.role == 'tool' %}" + LOOP + "{% endif %}{{ m.content }}{% endfor %}": "more than 4 s",
+    "{% if tools %}" + LOOP + "{% endif %}{{ messages[0].content }}": "more than 2 s",
+    "{% for m in messages %}{% if m.role == 'tool' %}" + LOOP + "{% endif %}{{ m.content }}{% endfor %}": "more than 2 s",
     "{% if messages[1].content|length > 300 %}{% set x = 'a' * 40000000000 %}{% endif %}{{ messages[0].content }}": "memory",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("template", BOMBS)
-def test_a_template_that_fails_or_never_ends_is_refused_in_one_line(tmp_path, template: str):
+def test_a_template_that_fails_or_never_ends_is_refused_in_one_line(tmp_path, monkeypatch, template: str):
+    monkeypatch.setitem(LIMITS, "limit_s", 2)
     tokenizer = byte_tokenizer("")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)

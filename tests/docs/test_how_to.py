@@ -1,6 +1,5 @@
 """The pages on modules of your own: their code and commands work as they stand, made smaller by overrides."""
 
-import csv
 import json
 import re
 import shlex
@@ -18,23 +17,13 @@ from lit_rlkv.trust import trusting
 from lit_rlkv.types import NEVER
 from tests.docs.pages import DOCS, TRUST, code_blocks
 from tests.rewards.helpers import opened
-from tests.whole_runs import scoring
+from tests.whole_runs import MODEL, plain_reports, rows_of, scoring
 
 PAGES = DOCS / "how-to"
 SMALL = [
-    *(
-        "debug=fast",
-        "diagnostics=none",
-        "sft.n_steps=2",
-        "sft.steps_per_iteration=1",
-        "evaluation.n_prompts=4",
-    ),
+    *("debug=fast", "diagnostics=none", "sft.n_steps=2", "sft.steps_per_iteration=1"),
     *("sft.on_policy_pairs.n_steps=1", "cache.budget=7", "cache.interval=2", "cache.window=2"),
-    *("evaluation.budgets=[]", "rollout.n_prompts=4"),
-]
-SMALL_MODEL = [f"model.preset.{name}=32" for name in ("hidden_size", "intermediate_size")] + [
-    "model.preset.num_hidden_layers=2",
-    "model.preset.head_dim=8",
+    *("rollout.n_prompts=4", "evaluation.n_prompts=4", "evaluation.budgets=[]"),
 ]
 
 
@@ -71,19 +60,14 @@ def run_page(folder, monkeypatch):
         command, *_ = blocks(page, "bash")
         words = shlex.split(command)
         assert words[:3] == ["python", "-m", "lit_rlkv.fit"]
-        small = (*SMALL, f"runs_dir={folder}/runs", *(small or SMALL_MODEL))
-        with trusting([]):
+        small = (*SMALL, f"runs_dir={folder}/runs", *(small or MODEL))
+        with trusting([]), plain_reports():
             cfg, hydra_cfg = compose_arguments("config", [*words[3:], *small])
             check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
             cfg = checked_config(cfg)
             return folder / page, fit(cfg, folder / page, Console(quiet=True))
 
     return run
-
-
-def columns_of(run_dir):
-    with (run_dir / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_index_names_every_page():
@@ -127,7 +111,7 @@ def rewards_are_sums(row):
     ],
 )
 def test_every_iteration_logs_what_the_module_of_the_page_adds(run_page, page, is_right):
-    rows = columns_of(run_page(page)[0])
+    rows = rows_of(run_page(page)[0])
     assert len(rows) == 2
     assert all(map(is_right, rows))
     if page == "own-loss-term":  # the policy has left its start

@@ -3,14 +3,13 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import weakref
 
 import pytest
 
 from lit_rlkv.rewards import graders
 from lit_rlkv.rewards.graders import GraderPool, NonRetryableError
+from tests.forks import start
 from tests.rewards.helpers import is_running, wait_until
 
 SOURCE = """
@@ -67,11 +66,6 @@ def hang(completion):
     while True:
         pass
 """
-PARENT = """
-import sys
-from lit_rlkv.rewards.graders import GraderPool
-GraderPool(sys.argv[1], "hang", {}, 60).ask({"completion": sys.argv[2]})
-"""
 
 
 @pytest.fixture
@@ -124,12 +118,13 @@ def test_processes_that_a_function_starts_can_be_terminated(file):
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
 def test_a_hanging_worker_ends_with_its_killed_parent(file, tmp_path):
     place = tmp_path / "pid"
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file), str(place)])
+    pool = GraderPool(str(file), "hang", {}, 60)
+    parent = start(lambda: pool.ask({"completion": str(place)}))
     assert wait_until(lambda: place.exists() and place.read_text())
     worker = int(place.read_text())
     assert is_running(worker)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
     assert wait_until(lambda: not is_running(worker))
 
 

@@ -6,6 +6,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.tasks.lines import write_lines
+
 
 @pytest.fixture
 def datasets(tmp_path, monkeypatch):
@@ -15,6 +17,12 @@ def datasets(tmp_path, monkeypatch):
     package.disable_progress_bars()
     yield package
     package.enable_progress_bars()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes lines, and returns their file."""
+    return lambda *lines: write_lines(tmp_path / "rows.jsonl", lines)
 
 
 @pytest.fixture

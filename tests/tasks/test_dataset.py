@@ -1,6 +1,5 @@
 """Problems from files and datasets with columns of any name."""
 
-import json
 import logging
 import random
 import sys
@@ -12,6 +11,7 @@ from lit_rlkv.config import CONF_DIR
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.tasks import UserTask, load_problems
 from lit_rlkv.types import Message, Problem
+from tests.tasks.lines import write_lines
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"{n} and {n}.\n#### {2 * n}", "level": n} for n in range(1, 5)]
 GSM8K = {
@@ -20,11 +20,6 @@ GSM8K = {
     "solution_column": "answer",
     "answer_after": "####",
 }
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def problems(task):
@@ -164,24 +159,19 @@ def test_prompts_alone_have_no_solution(tmp_path):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"question": "", "answer": "#### 1"}, "the prompt is empty"),
         ({"question": "?", "answer": "1"}, "must have '####' before an answer; add it or set answer_after"),
-        ({"question": "?", "answer": "so ####"}, "the answer is empty"),
         ({"question": "?", "answer": None}, "solution must be text, got None"),
         ({"question": "?"}, "no column 'answer', it has question; set prompt_column"),
-        ([], "must be an object, got list"),
-        ("{oops", "not JSON"),
     ],
 )
 def test_every_bad_row_is_named_by_its_line(tmp_path, row, says):
-    lines = [json.dumps(ROWS[0]), "", row if isinstance(row, str) else json.dumps(row), json.dumps(ROWS[1])]
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, lines[2]]))
+    path = write_lines(tmp_path / "a.jsonl", [ROWS[0], "", row, ROWS[1], row])
     with pytest.raises(ValueError, match="2 of 4 rows cannot be used") as caught:
-        load_problems(str(tmp_path / "a.jsonl"), **GSM8K)
+        load_problems(path, **GSM8K)
     _, first, second = str(caught.value).split("\n  ")
-    assert f"{tmp_path / 'a.jsonl'}:3: " in first
+    assert f"{path}:3: " in first
     assert says in first
-    assert f"{tmp_path / 'a.jsonl'}:5: " in second
+    assert f"{path}:5: " in second
 
 
 def test_bad_rows_of_a_dataset_are_named_by_their_index(datasets, tmp_path):

@@ -1,24 +1,11 @@
 """Problems from a file of JSON lines."""
 
-import json
 import random
 
 import pytest
 
 from lit_rlkv.tasks import FiniteTask, JsonlTask
 from lit_rlkv.types import Problem
-
-
-@pytest.fixture
-def write(tmp_path):
-    def to_file(*lines):
-        path = tmp_path / "problems.jsonl"
-        path.write_text(
-            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-        )
-        return path
-
-    return to_file
 
 
 def test_lines_become_problems_in_order(write):
@@ -77,19 +64,19 @@ def test_a_corruption_changes_the_answer_and_nothing_before_it(write, answer):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{oops", "problems.jsonl:2: not JSON"),
-        ([1, 2], "problems.jsonl:2: a row must be an object, got list"),
-        ({"prompt": "1+1="}, "problems.jsonl:2: missing answer; each line needs prompt and answer"),
-        ({}, "problems.jsonl:2: missing prompt, answer"),
-        ({"prompt": "1+1=", "answer": None}, "problems.jsonl:2: answer must be text, got None"),
-        ({"prompt": "1+1=", "answer": "2", "solution": None}, "problems.jsonl:2: solution must be text"),
+        ("{oops", "rows.jsonl:2: not JSON"),
+        ([1, 2], "rows.jsonl:2: a row must be an object, got list"),
+        ({"prompt": "1+1="}, "rows.jsonl:2: missing answer; each line needs prompt and answer"),
+        ({}, "rows.jsonl:2: missing prompt, answer"),
+        ({"prompt": "1+1=", "answer": None}, "rows.jsonl:2: answer must be text, got None"),
+        ({"prompt": "1+1=", "answer": "2", "solution": None}, "rows.jsonl:2: solution must be text"),
         (
             {"prompt": "1+1=", "answer": "2", "solution": "3"},
-            "problems.jsonl:2: the solution '3' must be the answer '2'",
+            "rows.jsonl:2: the solution '3' must be the answer '2'",
         ),
-        ({"prompt": "1+1=", "answer": ""}, "problems.jsonl:2: the answer is empty"),
-        ({"prompt": " ", "answer": "2"}, "problems.jsonl:2: the prompt is empty"),
-        ({"prompt": 3, "answer": "2"}, "problems.jsonl:2: prompt must be a text or chat messages, got 3"),
+        ({"prompt": "1+1=", "answer": ""}, "rows.jsonl:2: the answer is empty"),
+        ({"prompt": " ", "answer": "2"}, "rows.jsonl:2: the prompt is empty"),
+        ({"prompt": 3, "answer": "2"}, "rows.jsonl:2: prompt must be a text or chat messages, got 3"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):

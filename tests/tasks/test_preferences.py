@@ -18,18 +18,6 @@ BLUE, GREEN = ({"role": "assistant", "content": color} for color in ("Blue.", "G
 SKY = (Message("user", "Sky?"),)
 
 
-@pytest.fixture
-def write(tmp_path):
-    def to_file(*lines):
-        path = tmp_path / "pairs.jsonl"
-        path.write_text(
-            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-        )
-        return path
-
-    return to_file
-
-
 def line(prompt="1+1=", chosen="2", rejected="3"):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
@@ -42,7 +30,7 @@ def test_lines_become_problems_whose_solution_is_the_chosen_side(write):
         Problem("2+2=", " 4", " 4"),
     ]
     assert task.sample(random.Random(0)) in (task.at(0), task.at(1))
-    assert "pairs.jsonl" in repr(task)
+    assert "rows.jsonl" in repr(task)
 
 
 def test_preferences_are_not_verifiable(write):
@@ -151,7 +139,7 @@ def role(name):
     ],
 )
 def test_a_bad_line_is_named(write, bad, message):
-    with pytest.raises(ValueError, match=f"pairs.jsonl:3: .*{message}"):
+    with pytest.raises(ValueError, match=f"rows.jsonl:3: .*{message}"):
         read_preferences(write(line(), "", bad, line()))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from lit_rlkv.tasks import load_preferences
 from lit_rlkv.types import Message, Problem
+from tests.tasks.lines import write_lines
 
 ROWS = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"} for n in range(4)]
 ASK = {"role": "user", "content": "Sky?"}
@@ -23,12 +24,6 @@ def problems(task):
 
 def expected(rows):
     return [Problem(row["prompt"], row["chosen"], row["chosen"]) for row in rows]
-
-
-def write_lines(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_pairs_with_a_held_out_prompt_are_left_out(datasets, tmp_path, caplog):

@@ -90,9 +90,8 @@ LEGENDS = [one for sets in curves.CURVES.values() for one in sets if len(one.met
 
 
 @pytest.mark.parametrize("curve", LEGENDS, ids=lambda curve: curve.title)
-@pytest.mark.parametrize("n", [2, 3, 9])
-def test_a_legend_is_inside_its_figure_and_leaves_the_axes_their_width(curve, n):
-    figure = curves.draw_metrics(curve, [{"iteration": 1, **dict.fromkeys([*curve.metrics][:n], 0.0)}])
+def test_a_legend_is_inside_its_figure_and_leaves_the_axes_their_width(curve):
+    figure = curves.draw_metrics(curve, [{"iteration": 1, **dict.fromkeys([*curve.metrics][:9], 0.0)}])
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1

@@ -11,6 +11,7 @@ from lit_rlkv.rewards import Command, PythonFunction
 from lit_rlkv.rewards.graders import MAX_BYTES
 from lit_rlkv.rewards.isolated import supervisor
 from lit_rlkv.types import Message
+from tests.forks import start
 from tests.rewards.helpers import is_running, opened, score, wait_until
 
 SOURCE = """
@@ -107,17 +108,22 @@ def test_a_parameter_without_a_column_is_named(file):
         ask("c")
 
 
+@pytest.mark.usefixtures("_as_users_run_it")
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("make", "says"),
     [
-        ("nowhere.py:score", "there is no file '.*nowhere.py'; give its path"),
-        ("rewards.py", "path must name a function as"),
-        ("", "path must name a function as"),
+        (lambda: PythonFunction(path="nowhere.py:score"), "there is no file 'nowhere.py'; give its path"),
+        (lambda: PythonFunction(path="rewards.py"), "path must name a function as"),
+        (lambda: PythonFunction(path=""), "path must name a function as"),
+        (lambda: Command(argv="sh score.sh"), "argv must be a list of a program and its arguments"),
+        (lambda: Command(argv=[]), "argv must be a list of a program and its arguments"),
+        (lambda: Command(argv=[sys.executable, 3]), "argv must be a list of a program and its arguments"),
+        (lambda: Command(argv=["no-such-program"]), "there is no executable program 'no-such-program'"),
     ],
 )
-def test_a_missing_file_is_refused(file, name, says):
+def test_a_missing_file_a_shell_line_and_an_unknown_program_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
-        PythonFunction(path=f"{file.parent / name}")
+        make()
 
 
 @pytest.mark.parametrize(
@@ -240,21 +246,6 @@ def test_a_program_of_this_folder_needs_its_path_and_the_right_to_run(tmp_path, 
     Command(argv=["./score.sh"])
 
 
-@pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ("sh score.sh", "argv must be a list of a program and its arguments"),
-        ([], "argv must be a list of a program and its arguments"),
-        ([sys.executable, 3], "argv must be a list of a program and its arguments"),
-        (["no-such-program"], "there is no executable program 'no-such-program'"),
-    ],
-)
-def test_a_shell_line_or_an_unknown_program_is_refused(argv, says):
-    with pytest.raises(ValueError, match=says):
-        Command(argv=argv)
-
-
 def test_close_ends_running_programs(argv):
     with opened(Command(argv=argv, timeout_s=60)):
         pass
@@ -271,12 +262,6 @@ open(sys.argv[1], "w").write(str(child.pid))
 if len(sys.argv) > 2:
     child.wait()
 print(1)
-"""
-PARENT = """
-import sys
-from lit_rlkv.rewards import Command
-from lit_rlkv.rewards.isolated import supervisor
-Command(argv=sys.argv[1:], timeout_s=60).open().submit({"completion": ""}).result()
 """
 
 
@@ -299,12 +284,13 @@ def test_a_timeout_ends_a_program_and_its_processes(tmp_path):
 def test_a_program_ends_with_a_run_that_is_killed(tmp_path):
     place = tmp_path / "pid"
     argv = [sys.executable, "-S", "-c", BACKGROUND, str(place), "wait"]
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, *argv])
+    program = Command(argv=argv, timeout_s=60)
+    parent = start(lambda: program.open().submit({"completion": ""}).result())
     assert wait_until(lambda: place.exists() and place.read_text())
     program = int(place.read_text())
     assert is_running(program)
-    parent.kill()
-    parent.wait()
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
     assert wait_until(lambda: not is_running(program))
 
 
