@@ -13,7 +13,7 @@ from lit_rlkv.distributed.sharding import is_sharded
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import SlotCache
-from lit_rlkv.kvcache.cache import LayerKind
+from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.models.attention import ATTENTION_NAME, Probe, Replay
 from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.lm_head import model_body
