@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from lit_rlkv.config.schema import RolesConfig
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter, use_adapters_by_row
-from lit_rlkv.models.backbone import check_length, hidden_states, learner_states, token_positions
+from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.learner import learner_states
 from lit_rlkv.models.packing import TOKENS_PER_PASS, passes, unpacked
 from lit_rlkv.models.replay import (
     prompt_columns,

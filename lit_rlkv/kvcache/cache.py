@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,42 +11,13 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from lit_rlkv.kvcache.feed import Feed, span_of
+from lit_rlkv.kvcache.fill_levels import NO_BUDGET, FillLevels
 from lit_rlkv.kvcache.layer import SlotLayer
+from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.spec import CacheSpec
 from lit_rlkv.kvcache.state_layer import HybridLayer, HybridWindowLayer, StateLayer
 from lit_rlkv.kvcache.window_layer import WindowLayer
 from lit_rlkv.types import NEVER
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What a layer keeps of earlier tokens."""
-
-    attends: bool = True
-    """True if it has keys and values."""
-    window: int | None = None
-    """Sliding window in tokens; None: its queries see all keys. One of `seq_len` and more changes nothing."""
-    in_chunks: bool = False
-    """True if the window does not slide: sequences are cut into chunks of its length, and a query sees the
-    keys of its own."""
-    n_states: int = 0
-    """States of a convolution or recurrence."""
-
-    @property
-    def in_profile(self) -> bool:
-        """True if a budget profile gives the layer a budget of its own."""
-        return self.attends and self.window is None
-
-    def expiry(self, column: Int[Tensor, "*#row seq"], first: Int[Tensor, "*#row 1"]) -> Tensor:
-        """Return, for each key of a layer with a window, the first column whose query no longer sees it.
-
-        Args:
-            first: column of the first token of each row, after its padding.
-        """
-        assert self.window is not None
-        if not self.in_chunks:
-            return column + self.window
-        return first + ((column - first) // self.window + 1) * self.window
 
 
 class SlotCache(Cache):
@@ -342,78 +312,3 @@ class SlotCache(Cache):
         """Most bytes of pools and states at a time: those of the first feed, unless a dense cache grew."""
         found = sum(layer.kv_bytes for layer in self.slot_layers)
         return max(self.most_bytes, found + sum(layer.state_bytes for layer in self.state_layers))
-
-
-IDLE = -(2**40)
-"""Level of a row without a sequence; it never exceeds a budget."""
-NO_BUDGET = 2**40
-
-
-class FillLevels:
-    """Counts the keys of every row on the host, to know when to compact without waiting for the device.
-
-    Every `interval` decode steps since its last feed, a row above `budget` is compacted to it. So rows that
-    start together are compacted together, whatever the lengths of their prompts, and each as it would be
-    alone. A finished row writes nothing, but the host counts on until it knows; a compaction may then find
-    nothing to do.
-
-    Args:
-        n_slots: slots of a row beside those of protected prompts, for each group of layers.
-        budgets: of the groups.
-    """
-
-    def __init__(self, spec: CacheSpec, n_rows: int, n_slots: Sequence[int], budgets: Sequence[int]) -> None:
-        self.interval = spec.interval
-        # With slots for whole sequences within the budget, no row ever exceeds it.
-        sizes = zip(n_slots, budgets, strict=True)
-        self.budgets = torch.tensor(
-            [[NO_BUDGET if spec.is_dense or slots <= budget else budget] for slots, budget in sizes]
-        )
-        self.most = self.budgets.repeat(1, n_rows)
-        """Keys that a compaction leaves in each row, by group."""
-        self.level = torch.full((len(self.budgets), n_rows), IDLE)
-        self.n_decoded = torch.zeros(n_rows, dtype=torch.long)
-        self.n_tokens = torch.full((n_rows,), IDLE)
-        """Tokens of each row, evicted or not."""
-
-    def start(
-        self, rows: Sequence[int], n_tokens: Sequence[int], n_protected: Sequence[int] | int = 0
-    ) -> None:
-        """Set the levels of rows after a feed, which keeps at most `budget` keys of all tokens so far.
-
-        Args:
-            n_protected: keys that each row keeps beside its budget.
-        """
-        index = list(rows)
-        self.most[:, index] = self.budgets + torch.tensor(n_protected)
-        self.n_tokens[index] = torch.tensor(n_tokens)
-        self.level[:, index] = torch.minimum(self.n_tokens[index], self.most[:, index])
-        self.n_decoded[index] = 0
-
-    def stop(self, rows: Sequence[int]) -> None:
-        """Mark rows as finished."""
-        self.level[:, list(rows)] = self.n_tokens[list(rows)] = IDLE
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Forget all other rows; these are numbered anew, in the order given."""
-        self.level, self.n_decoded = self.level[:, list(rows)], self.n_decoded[list(rows)]
-        self.n_tokens, self.most = self.n_tokens[list(rows)], self.most[:, list(rows)]
-
-    @property
-    def highest(self) -> list[int]:
-        """Keys of the fullest row, for each group; 0 if all are idle."""
-        return [max(int(level), 0) for level in self.level.amax(dim=1).tolist()]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row; 0 if all are idle."""
-        return max(int(self.n_tokens.max()), 0)
-
-    def step(self) -> bool:
-        """Count one more key in each row; return True if some row may be due for a compaction."""
-        self.level += 1
-        self.n_decoded += 1
-        self.n_tokens += 1
-        is_due = (self.n_decoded % self.interval == 0) & (self.level > self.most)
-        self.level[is_due] = self.most[is_due]
-        return bool(is_due.any())

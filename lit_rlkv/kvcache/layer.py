@@ -17,6 +17,7 @@ from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kvcache.code_record import CodeRecord
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention, received_attention
+from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.recent_queries import RecentQueries
 from lit_rlkv.kvcache.slots import Slots
@@ -31,7 +32,7 @@ FOREIGN_LOOP = (
 )
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import LayerKind, SlotCache
+    from lit_rlkv.kvcache.cache import SlotCache
 
 
 class SlotLayer(CacheLayerMixin):
@@ -40,7 +41,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
+    def __init__(self, cache: "SlotCache", kind: LayerKind) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # A strong reference would close a cycle, and the pools would outlive the rollout until the next
         # garbage collection.

@@ -9,10 +9,11 @@ from transformers import cache_utils
 
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.layer import SlotLayer
+from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.window_layer import WindowLayer
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import LayerKind, SlotCache
+    from lit_rlkv.kvcache.cache import SlotCache
 
 LINEAR: type[Any] = getattr(cache_utils, "LinearAttentionLayer", object)
 """transformers' layer of states; older versions have none, and models with such layers are refused."""
@@ -27,7 +28,7 @@ class StateLayer(LINEAR):  # type: ignore[misc]
     evicted, since a state has a fixed size.
     """
 
-    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
+    def __init__(self, cache: "SlotCache", kind: LayerKind) -> None:
         super().__init__(number_of_states=kind.n_states)
         self.cache: SlotCache = weakref.proxy(cache)
         self._aside: dict[str, dict[int, Tensor | None]] = {}
@@ -82,7 +83,7 @@ class StateLayer(LINEAR):  # type: ignore[misc]
 class HybridLayer(SlotLayer, StateLayer):
     """A layer with attention and a state side by side."""
 
-    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
+    def __init__(self, cache: "SlotCache", kind: LayerKind) -> None:
         super().__init__(cache, kind)
         StateLayer.__init__(self, cache, kind)
 

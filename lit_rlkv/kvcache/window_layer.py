@@ -12,10 +12,11 @@ from lit_rlkv.kernels.shadow_attention import replayed_attention
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention
 from lit_rlkv.kvcache.layer import UNUSED, SlotLayer
+from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.slots import Slots
 
 if TYPE_CHECKING:
-    from lit_rlkv.kvcache.cache import LayerKind, SlotCache
+    from lit_rlkv.kvcache.cache import SlotCache
 
 
 class WindowLayer(SlotLayer):
@@ -26,7 +27,7 @@ class WindowLayer(SlotLayer):
     A layer with chunks reads the slots that the present chunk has written.
     """
 
-    def __init__(self, cache: "SlotCache", kind: "LayerKind") -> None:
+    def __init__(self, cache: "SlotCache", kind: LayerKind) -> None:
         super().__init__(cache, kind)
         assert kind.window is not None
         self.window = kind.window

@@ -13,9 +13,8 @@ from lit_rlkv.distributed.sharding import is_sharded
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention import plan_slots
 from lit_rlkv.kvcache import SlotCache
-from lit_rlkv.kvcache.cache import LayerKind
-from lit_rlkv.models.attention import ATTENTION_NAME, Probe, Replay
-from lit_rlkv.models.flat_tokens import flat_tokens
+from lit_rlkv.kvcache.layer_kind import LayerKind
+from lit_rlkv.models.attention import ATTENTION_NAME, Replay
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import replayed_routing
 from lit_rlkv.types import NEVER, Record
@@ -225,40 +224,6 @@ def check_deterministic(model: nn.Module) -> None:
                 f"{name} adds noise: sampler and learner would not be one function; leave "
                 "neftune_noise_alpha out"
             )
-
-
-def learner_states(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "batch seq"],
-    attention_mask: Bool[Tensor, "batch seq"],
-    n_prompt: Int[Tensor, " batch"],
-    record: Record,
-    is_read: Bool[Tensor, "batch seq"] | None = None,
-    probe: Probe | None = None,
-) -> Float[Tensor, "batch seq dim"]:
-    """Return the last hidden states of a batch under replay; each different token is computed once.
-
-    Args:
-        n_prompt: leading columns of each row with its prompt and the padding before it.
-        record: a `Record.view`.
-        is_read: True for tokens whose state or key is needed; None: all. Other states are arbitrary.
-        probe: called with the inputs of each layer's attention.
-
-    Raises:
-        ValueError: see `check_deterministic`.
-    """
-    check_deterministic(model)
-    positions = token_positions(attention_mask)
-    is_token = attention_mask if is_read is None else attention_mask & is_read
-    flat = None
-    if not has_states(model):  # a state goes through its own row alone
-        table = within_windows(model, record.evicted_at)
-        flat = flat_tokens(input_ids, is_token, n_prompt, replace(record, evicted_at=table))
-    if flat is None:
-        return hidden_states(model, input_ids, positions, record=record, probe=probe)
-    tokens, places = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
-    hidden = hidden_states(model, tokens, places, record=flat.of_record(record), flat=flat, probe=probe)
-    return flat.spread(hidden[0])
 
 
 def n_embeddings(model: PreTrainedModel) -> int:

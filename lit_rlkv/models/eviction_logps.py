@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import to_autocast_dtype
-from lit_rlkv.kernels.set_logps import set_logps
 from lit_rlkv.kernels.shadow_attention import layer_table
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.scorer import KVScorer
 from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.models.backbone import layer_kinds
 from lit_rlkv.models.replay import prompt_columns
+from lit_rlkv.models.set_logps import set_logps
 from lit_rlkv.types import NEVER, Rollout
 
 

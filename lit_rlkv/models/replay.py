@@ -17,11 +17,11 @@ from lit_rlkv.models.backbone import (
     head_is_frozen,
     head_logits,
     layer_kinds,
-    learner_states,
     n_embeddings,
     n_kv_heads,
     text_config,
 )
+from lit_rlkv.models.learner import learner_states
 from lit_rlkv.types import NEVER, Codes, Rollout, SamplingMasks
 
 _Result = TypeVar("_Result")

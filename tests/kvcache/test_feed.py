@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
-from lit_rlkv.kvcache.cache import LayerKind
+from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 8

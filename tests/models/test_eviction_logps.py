@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.set_logps import set_logps
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Learned, SlotView
 from lit_rlkv.models.eviction_logps import (
@@ -21,6 +20,7 @@ from lit_rlkv.models.eviction_logps import (
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import packed
 from lit_rlkv.models.replay import replay_logps, response_hidden
+from lit_rlkv.models.set_logps import set_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import LAYERS, PAD, ragged_prompts, tiny_model

@@ -7,8 +7,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import hidden_states, learner_states, token_positions
+from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.flat_tokens import flat_tokens
+from lit_rlkv.models.learner import learner_states
 from lit_rlkv.models.packing import packed
 from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.models.replay import prompt_columns
@@ -91,7 +92,7 @@ def test_in_float64_they_agree_to_its_rounding(rollout):
 
 
 def test_a_gradient_that_reaches_a_prompt_from_its_first_row_alone_is_found(model, rollout, monkeypatch):
-    import lit_rlkv.models.backbone as module
+    import lit_rlkv.models.learner as module
 
     def without_sums(*args):
         tokens = flat_tokens(*args)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.experience.advantages import GAEAdvantage
-from lit_rlkv.kernels.set_logps import reference
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Learned
 from lit_rlkv.models.eviction_logps import KeyRecord, decision_scores, decisions_of
@@ -31,6 +30,7 @@ from tests.hand_built import (
     steps_of,
     train_here,
 )
+from tests.models import set_logps_reference
 
 SPEC = CacheSpec("learned", budget=7, interval=2, sink=1, window=2)
 OPTIONS = {"weight": 1.0, "clip": 0.2, "kl_coef": 0.0}
@@ -115,7 +115,7 @@ def test_the_gradient_is_that_of_the_expected_reward_over_all_survivor_sets():
     keys, values = recorded(roles, rollout).take(0)
     scores = decision_scores(learner.scorer, 0, keys, values, decisions.now)[:, 0, 0]
     masks = [each[:, 0, 0, : scores.shape[1]] for each in (decisions.is_kept, decisions.is_candidate)]
-    p = reference.set_logps(scores.double(), *masks).exp()
+    p = set_logps_reference.set_logps(scores.double(), *masks).exp()
     assert float(p.detach().sum()) == pytest.approx(1.0, abs=1e-5)
     parameters = list(learner.scorer.parameters())
     expected = torch.autograd.grad((p * rewards).sum(), parameters, allow_unused=True)
@@ -202,7 +202,7 @@ def clipped_gain(module: PolicyModule, batch: TrainBatch) -> float:
             with torch.no_grad():
                 scores = decision_scores(scorer, layer, keys, values, decisions.now)
             masks = (each[..., : scores.shape[-1]] for each in (decisions.is_kept, decisions.is_candidate))
-            logps.append(reference.set_logps(scores.double(), *masks))
+            logps.append(set_logps_reference.set_logps(scores.double(), *masks))
         for row, head, number in decisions.is_decision.nonzero().tolist():
             ratio = float((logps[0] - logps[1])[row, head, number].exp())
             column = int(decisions.now[row, number])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lit_rlkv.experience.gae import gae
-from lit_rlkv.kernels.set_logps import set_logps
 from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
+from lit_rlkv.models.set_logps import set_logps
 from lit_rlkv.objectives.evictions import advantages_of_decisions, eviction_sums, kl_to_uniform
 
 

@@ -3,7 +3,6 @@
 import copy
 import logging
 import math
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -31,17 +30,15 @@ from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import (
-    has_states,
     head_is_frozen,
     head_logits,
     optional_setting,
     replay_arguments,
     text_config,
     token_positions,
-    within_windows,
 )
-from lit_rlkv.models.flat_tokens import flat_tokens
 from lit_rlkv.models.hydra import checkpoint_layers
+from lit_rlkv.models.learner import ForwardInput, each_token_once
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import replayed_routing, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
@@ -221,40 +218,34 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         record = view_of(rollout, attention_mask, shadow=self._replays)
         positions = token_positions(attention_mask)
         backbone = causal_lm(self.accelerator.unwrap_model(model))
-        tokens, flat = labels[:, 1:][is_read], None
-        is_token, count_mask = attention_mask.bool(), None
+        tokens = labels[:, 1:][is_read]
+        once = ForwardInput(input_ids, positions, record)
         if optional_setting(text_config(backbone), "output_router_logits"):
             options.setdefault("output_router_logits", False)  # where TRL drops the auxiliary loss
-        if options.get("output_router_logits"):  # whose loss counts the tokens of the real mask
-            count_mask = attention_mask
-        elif not has_states(backbone):
-            is_token &= F.pad(is_token[:, 1:], (0, 1))
+        counts_tokens = options.get("output_router_logits")  # of the real mask, for the auxiliary loss
+        if not counts_tokens:
+            is_token = attention_mask.bool() & F.pad(attention_mask[:, 1:].bool(), (0, 1))
             n_prompt = torch.full_like(labels[:, 0], labels.shape[1] - n_completion)
-            table = within_windows(backbone, record.evicted_at)
-            flat = flat_tokens(input_ids, is_token, n_prompt, replace(record, evicted_at=table))
-        if flat is not None:
-            input_ids, positions = flat.flatten_columns(input_ids), flat.flatten_columns(positions)
-            record = flat.of_record(record)
-        arguments = replay_arguments(backbone, record, flat=flat)
-        if count_mask is not None:
-            arguments["attention_mask"] = count_mask
+            once = each_token_once(backbone, input_ids, positions, is_token, n_prompt, record)
+        arguments = replay_arguments(backbone, once.record, flat=once.flat)
+        if counts_tokens:
+            arguments["attention_mask"] = attention_mask
         if record.expert_ids is not None and torch.is_grad_enabled() and backbone.is_gradient_checkpointing:
             checkpoint_layers(backbone)  # which recompute with the experts of their forward
         # With sets the log-probs are computed below, and TRL's head gets no position.
         n_scored = len(tokens) if sets is None else 0
 
         def read(states: Tensor) -> Tensor:
-            rows = states if flat is None else flat.spread(states[0])
-            self._learner_states = rows[:, :-1][is_read]
+            self._learner_states = once.spread(states)[:, :-1][is_read]
             return self._learner_states[None, :n_scored]
 
         with (
-            replayed_routing(backbone, record),
+            replayed_routing(backbone, once.record),
             replaced_states(model_body(backbone), read),
         ):
             outputs = model(
-                input_ids=input_ids,
-                position_ids=positions,
+                input_ids=once.input_ids,
+                position_ids=once.positions,
                 shift_labels=tokens[None, :n_scored],
                 **arguments,
                 **options,

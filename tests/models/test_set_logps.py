@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kernels.set_logps import quadrature, reference, set_logps
+from lit_rlkv.models import set_logps as quadrature
+from lit_rlkv.models.set_logps import set_logps
+from tests.models import set_logps_reference as reference
 
 
 def subsets(n: int, k: int) -> list[Tensor]:

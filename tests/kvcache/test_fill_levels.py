@@ -1,7 +1,7 @@
 import pytest
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.cache import FillLevels
+from lit_rlkv.kvcache.fill_levels import FillLevels
 
 
 def spec_of(budget: int, interval: int) -> CacheSpec:
