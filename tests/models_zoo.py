@@ -27,11 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Learned
-from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.kv_scorer import add_kv_scorer
-from lit_rlkv.rollout import generate
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, LAYERS = 64, 32, 4, 8, 3
 PAD = 0
@@ -118,9 +116,13 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-@cache
 def tiny_model(family: str = "llama", n_kv_heads: int = 2) -> PreTrainedModel:
     """The prepared model with a scorer; shared by all tests, which must leave it as it was."""
+    return _tiny_model(family, n_kv_heads)
+
+
+@cache
+def _tiny_model(family: str, n_kv_heads: int) -> PreTrainedModel:
     return with_scorer(prepare_backbone(build(tiny_config(family, n_kv_heads))))
 
 
@@ -140,17 +142,6 @@ def ragged_prompts(lens: tuple[int, ...] = (14, 9, 4, 1)) -> tuple[Tensor, Tenso
     attention_mask = torch.arange(width) >= width - torch.tensor(lens)[:, None]
     input_ids = torch.randint(1, VOCAB, (len(lens), width), generator=generator)
     return input_ids.masked_fill(~attention_mask, PAD), attention_mask
-
-
-def gap_of_a_rollout(model: PreTrainedModel) -> float:
-    """Largest |log π − log μ| of a learner that replays a rollout of ragged prompts, in nats."""
-    input_ids, is_prompt = ragged_prompts()
-    spec = CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3)
-    rollout = generate(
-        model, input_ids, is_prompt, cache=spec, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD
-    )
-    with torch.no_grad():
-        return float((replay_logps(model, rollout) - rollout.rollout_logps).abs().max())
 
 
 def own_logps(model, rollout):

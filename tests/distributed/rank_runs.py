@@ -12,7 +12,7 @@ SETTINGS = [
     "sft.n_steps=100",
     "sft.optimizer.lr=0.01",
     "rollout.n_prompts=8",
-    "algorithm.n_iterations=5",
+    "algorithm.n_iterations=3",
     "fabric.precision=64-true",
     "callbacks.samples_every=9",
     "diagnostics=none",
@@ -45,7 +45,7 @@ def rows_of(folder):
 
 def weights_of(folder):
     """Return all weights of the last checkpoint, those of a synced reference among them."""
-    files = sorted((folder / "checkpoints" / "iteration-000005").glob("*.safetensors"))
+    files = sorted((folder / "checkpoints" / "iteration-000003").glob("*.safetensors"))
     return {f"{file.stem}.{name}": value for file in files for name, value in load_file(file).items()}
 
 

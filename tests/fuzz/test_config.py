@@ -79,6 +79,6 @@ def check(overrides: list[str]) -> None:
     assert not_finite == []
 
 
-@cases(6, 200)
+@cases(6, 100)
 def test_random_command_lines_are_accepted_or_refused_in_one_line(n_cases):
     run_cases(n_cases, check, overrides=command_lines)

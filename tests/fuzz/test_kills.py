@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_as_users_run_it")]
 
 OPTIONS = ["stages=[rl]", "callbacks.checkpoint_every=1", "callbacks.samples_every=9", "diagnostics=none"]
 SMALL_EVALUATION = ["evaluation.budgets=[]", "evaluation.n_prompts=8", "evaluation.n_mismatch=8"]
-N_KILLS = {"fit": 14, "evaluate": 9, "export": 9, "sweep": 2}
-"""Kills of each command, of fit by algorithm: 62 in all."""
-N_ITERATIONS = 100
+N_KILLS = {"fit": 9, "evaluate": 6, "export": 6, "sweep": 2}
+"""Kills of each command, of fit by algorithm: 41 in all."""
+N_ITERATIONS = 65
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def check(completions: list[str], hangs: str | None, kind: str, n_workers: int) 
         assert error.isprintable()
 
 
-@cases(6, 120)
+@cases(6, 60)
 def test_bad_rewards_fail_alone(n_cases):
     run_cases(
         n_cases,

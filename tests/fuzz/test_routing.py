@@ -120,7 +120,7 @@ def check(case: Case) -> Rollout:
     return rollout
 
 
-@cases(15, 300)
+@cases(12, 150)
 def test_sampler_replay_and_an_own_forward_agree_on_the_experts(n_cases: int):
     run_cases(n_cases, check, case=random_cases())
 

@@ -184,7 +184,7 @@ def check(root: Path, command: str, damage: list[Damage]) -> None:
     assert not list(folder.rglob("code-was-run"))
 
 
-@pytest.mark.parametrize("n_cases", [3, *[slow(15)] * 8])  # 8 parts, so that all workers share the 120 cases
+@pytest.mark.parametrize("n_cases", [3, *[slow(15)] * 5])  # 5 parts, so that all workers share the 75 cases
 def test_a_damaged_run_is_used_or_refused_in_one_line(root, n_cases):
     commands = st.sampled_from(["fit", "evaluate", "export", "report"])
     run_cases(n_cases, partial(check, root), n_fixed=3, command=commands, damage=damages)

@@ -59,7 +59,7 @@ def check_with_control(case: Case, options: dict[str, Any]) -> float:
     return float((replayed - rollout.rollout_logps).abs().max())
 
 
-@cases(20, 300)
+@cases(15, 150)
 def test_recorded_sets_are_replayed_and_right(n_cases: int):
     run_cases(n_cases, check_with_control, case=random_cases(), options=truncations())
 

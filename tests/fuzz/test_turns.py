@@ -60,7 +60,7 @@ def check(case: Conversation) -> tuple[Rollout, explicit.Layers]:
     return compare(case, model, case.rollout(model))
 
 
-@cases(25, 300)
+@cases(20, 150)
 def test_given_tokens_are_those_of_the_own_forward(n_cases: int):
     run_cases(n_cases, check, case=random_conversations())
 

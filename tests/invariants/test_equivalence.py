@@ -12,31 +12,12 @@ from lit_rlkv.experience.sample import widened
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.objectives.clipped import clipped_surrogate
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
+from tests.rollouts import LENS, roll_out, spec_of
 
 N_NEW = 16
-LENS = (14, 9, 4, 1)
-
-
-def roll_out(
-    cache: CacheSpec, family: str = "qwen3", temperature: float = 1.0, eos_token_id: int | None = None
-) -> Rollout:
-    return generate(
-        tiny_model(family),
-        *ragged_prompts(LENS),
-        cache=cache,
-        max_new_tokens=N_NEW,
-        eos_token_id=eos_token_id,
-        pad_token_id=PAD,
-        temperature=temperature,
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-def spec_of(policy: str, budget: int) -> CacheSpec:
-    return CacheSpec(policy=policy, budget=budget, interval=3, sink=1, window=3)
+ENOUGH = max(LENS) + N_NEW
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,26 +26,29 @@ def test_greedy_decoding_from_our_cache_is_that_of_transformers(family: str):
     theirs = tiny_model(family).generate(
         input_ids, attention_mask=is_prompt.long(), max_new_tokens=N_NEW, do_sample=False, pad_token_id=PAD
     )
-    enough = spec_of("snapkv", budget=max(LENS) + N_NEW)
-    assert torch.equal(roll_out(CacheSpec.dense(), family, temperature=0.0).input_ids, theirs)
-    assert torch.equal(roll_out(enough, family, temperature=0.0).input_ids, theirs)
-    assert not torch.equal(roll_out(spec_of("snapkv", 8), family, temperature=0.0).input_ids, theirs)
+
+    def ours(cache: CacheSpec) -> Tensor:
+        return roll_out(family, cache, max_new_tokens=N_NEW, temperature=0.0).input_ids
+
+    assert torch.equal(ours(spec_of("dense")), theirs)
+    assert torch.equal(ours(spec_of("snapkv", budget=ENOUGH)), theirs)
+    assert not torch.equal(ours(spec_of("snapkv")), theirs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_budget_that_is_never_exceeded_samples_as_a_dense_cache(policy: str):
-    dense = roll_out(CacheSpec.dense())
-    enough = roll_out(spec_of(policy, budget=max(LENS) + N_NEW))
+    caches = (spec_of("dense"), spec_of(policy, budget=ENOUGH), spec_of(policy))
+    dense, enough, sparse = (roll_out("qwen3", cache, max_new_tokens=N_NEW) for cache in caches)
     assert torch.equal(enough.input_ids, dense.input_ids)
     assert torch.equal(enough.evicted_at, dense.evicted_at)
     torch.testing.assert_close(enough.rollout_logps, dense.rollout_logps, rtol=0, atol=1e-5)
-    assert not torch.equal(roll_out(spec_of(policy, budget=8)).input_ids, dense.input_ids)
+    assert not torch.equal(sparse.input_ids, dense.input_ids)
 
 
 @cache
 def compressed() -> Rollout:
     """Rows of different response lengths."""
-    rollout = roll_out(spec_of("h2o", 8), eos_token_id=5)
+    rollout = roll_out("qwen3", "h2o", max_new_tokens=N_NEW, eos_token_id=5)
     assert len(set(rollout.response_mask.sum(1).tolist())) > 1
     return rollout
 
@@ -126,15 +110,3 @@ def test_the_comparison_catches_evictions_that_did_not_move_with_the_padding():
     padded = pad(compressed(), n_left=3, n_right=2)
     stale = padded.with_record(evicted_at=F.pad(compressed().evicted_at, (3, 2)))
     assert largest_difference(loss_and_gradients([stale], of_the_whole_step), expected) > 1e-2
-
-
-def test_log_probs_move_with_rows_and_padding():
-    model, rollout = tiny_model("qwen3"), compressed()
-    with torch.no_grad():
-        expected = replay_logps(model, rollout)
-        permutation = torch.tensor([3, 1, 0, 2])
-        permuted = replay_logps(model, rollout.rows(permutation))
-        padded = replay_logps(model, pad(rollout, n_left=3, n_right=2))
-    torch.testing.assert_close(permuted, expected[permutation], rtol=0, atol=1e-5)
-    torch.testing.assert_close(padded[:, 3:-2], expected, rtol=0, atol=1e-5)
-    assert (padded[:, :3] == 0).all()

@@ -12,13 +12,12 @@ from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
-from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Rollout
-from tests.models_zoo import PAD, build, ragged_prompts, tiny_config
+from lit_rlkv.types import Rollout
+from tests.models_zoo import build, tiny_config
+from tests.rollouts import died, gap, gaps, moved, roll_out, spec_of
 from tests.tiers import short_tier, slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENS = (11, 4)
 SCORED = ("h2o", "tova", "snapkv", "rkv", "keydiff", "expected")
 """Not knorm: in the first layer the keys of one token have equal norms, and rounding picks among them."""
 
@@ -26,25 +25,17 @@ SCORED = ("h2o", "tova", "snapkv", "rkv", "keydiff", "expected")
 @cache
 def model_of(family: str) -> PreTrainedModel:
     """On the device whose kernels run, where the one that all tests share is not."""
-    return prepare_backbone(build(tiny_config(family)).to(DEVICE))
+    return prepare_backbone(build(tiny_config(family, num_hidden_layers=2)).to(DEVICE))
 
 
-def roll_out(kernels: str, policy: str, family: str = "llama", **changes: Any) -> Rollout:
-    settings: dict[str, Any] = {
-        "cache": CacheSpec(policy=policy, budget=8, interval=2, sink=1, window=3),
-        "max_new_tokens": 5,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-        "generator": torch.Generator(DEVICE).manual_seed(0),
-    }
-    prompts = [tensor.to(DEVICE) for tensor in ragged_prompts(LENS)]
+def sampled(kernels: str, cache: CacheSpec, family: str = "llama", **options: Any) -> Rollout:
     with use_kernels(kernels):
-        return generate(model_of(family), *prompts, **{**settings, **changes})
+        return roll_out(model_of(family), cache, (11, 4), max_new_tokens=4, **options)
 
 
 @cache
 def by_triton(policy: str, family: str = "llama") -> Rollout:
-    return roll_out("triton", policy, family)
+    return sampled("triton", spec_of(policy, interval=2), family)
 
 
 def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -> list[Tensor]:
@@ -61,10 +52,11 @@ def logps_and_gradients(kernels: str, rollout: Rollout, family: str = "llama") -
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", SCORED)
 def test_a_greedy_rollout_and_its_evictions_are_those_of_the_definitions(policy: str):
-    fast, plain = (roll_out(kernels, policy, temperature=0.0) for kernels in ("triton", "reference"))
+    spec = spec_of(policy, interval=2)
+    fast, plain = (sampled(kernels, spec, temperature=0.0) for kernels in ("triton", "reference"))
     assert torch.equal(fast.input_ids, plain.input_ids)
     assert torch.equal(fast.evicted_at, plain.evicted_at)
-    assert ((fast.evicted_at > 0) & (fast.evicted_at < NEVER)).any(dim=-1).all(dim=(1, 2)).any()
+    assert died(fast).any(dim=-1).all(dim=(1, 2)).any()
 
 
 REPLAYED = [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma2")]
@@ -73,24 +65,18 @@ REPLAYED = [*((policy, "llama") for policy in POLICIES), ("h2o", "gemma2")]
 @pytest.mark.parametrize(("policy", "family"), short_tier(REPLAYED, [("h2o", "gemma2")]))
 def test_replay_equals_rollout_when_both_run_kernels(policy: str, family: str):
     rollout = by_triton(policy, family)
-    with use_kernels("triton"), torch.no_grad():
-        gap = (replay_logps(model_of(family), rollout) - rollout.rollout_logps).abs().max()
-        blind = (replay_logps(model_of(family), rollout, shadow=False) - rollout.rollout_logps).abs().max()
-    assert gap < 1e-4
-    assert blind > 100 * gap
+    with use_kernels("triton"):
+        found, blind = (gap(model_of(family), rollout, shadow=shadow) for shadow in (True, False))
+    assert found < 1e-4
+    assert blind > 100 * found
 
 
 @pytest.mark.parametrize("dtype", short_tier(KV_DTYPES, ["int4"]))
 def test_kernels_read_the_codes_of_a_quantized_cache(dtype: str):
-    rollout = roll_out(
-        "triton", "snapkv", cache=CacheSpec(budget=8, interval=2, sink=1, window=3, dtype=dtype)
-    )
-    is_token = rollout.response_mask
-    with use_kernels("triton"), torch.no_grad():
-        logps = replay_logps(model_of("llama"), rollout)
-        blind = replay_logps(model_of("llama"), rollout.with_record(codes=None))
-    assert (logps - rollout.rollout_logps)[is_token].abs().max() < 1e-4
-    assert (blind - rollout.rollout_logps)[is_token].abs().median() > 3e-4
+    rollout = sampled("triton", spec_of("snapkv", interval=2, dtype=dtype))
+    with use_kernels("triton"):
+        assert gap(model_of("llama"), rollout) < 1e-4
+        assert gaps(model_of("llama"), rollout.with_record(codes=None)).median() > 3e-4
 
 
 @pytest.mark.parametrize("family", [slow("llama"), "gemma2"])
@@ -104,9 +90,5 @@ def test_log_probs_and_gradients_are_those_of_the_definitions(family: str):
 @pytest.mark.slow
 def test_the_comparison_catches_an_eviction_too_late():
     rollout = by_triton("h2o")
-    late = torch.where(
-        rollout.evicted_at < NEVER, rollout.evicted_at + (rollout.evicted_at > 0), rollout.evicted_at
-    )
-    shifted = rollout.with_record(evicted_at=late)
-    fast, plain = logps_and_gradients("triton", shifted), logps_and_gradients("reference", rollout)
+    fast, plain = logps_and_gradients("triton", moved(rollout)), logps_and_gradients("reference", rollout)
     assert (fast[0] - plain[0]).abs().max() > 1e-2

@@ -11,52 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.quantization import KV_DTYPES, quantized_bytes
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.models import prepare_backbone, replay_logps
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
-from tests.invariants.test_given_tokens import converse
 from tests.models import test_hybrids, test_sliding_windows
-from tests.models_zoo import FAMILIES, HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
+from tests.models_zoo import FAMILIES, HEAD_DIM, LAYERS, build, tiny_config, tiny_model
+from tests.rollouts import LENS, gap, roll_out, spec_of
+from tests.rollouts import TOLERANCE as FLOAT32_TOLERANCE
 from tests.tiers import diagonal, every_nth
 
 TOLERANCE = 2e-6
 """Log-probs are kept in float32, whose rounding at 10 nats is 1e-6."""
-FLOAT32_TOLERANCE = 1e-4
 NOTICED = 1e-3
 """Gap of a learner that rounds in another way, at least."""
-LENS = (14, 9, 4, 1)
 CROSS = diagonal(["dense", *POLICIES], KV_DTYPES)
-
-
-def spec_of(policy: str, dtype: str | None) -> CacheSpec:
-    return CacheSpec(policy, budget=8, interval=3, sink=1, window=3, dtype=dtype)
 
 
 @cache
 def in_double(family: str = "qwen3") -> PreTrainedModel:
     return copy.deepcopy(tiny_model(family)).double()
-
-
-def roll_out(model: PreTrainedModel, spec: CacheSpec, **options: Any) -> Rollout:
-    settings: dict[str, Any] = {"max_new_tokens": 18, "eos_token_id": 5, "pad_token_id": PAD} | options
-    generator = torch.Generator().manual_seed(0)
-    return generate(model, *ragged_prompts(LENS), cache=spec, generator=generator, **settings)
-
-
-@torch.no_grad()
-def gaps(model: PreTrainedModel, rollout: Rollout, **options: Any) -> Tensor:
-    """Differences of the learner's log-probs of response tokens from the sampler's."""
-    found = replay_logps(model, rollout, **options) - rollout.rollout_logps
-    return found[rollout.response_mask].abs()
-
-
-def gap(model: PreTrainedModel, rollout: Rollout, **options: Any) -> float:
-    return float(gaps(model, rollout, **options).max())
 
 
 def by_itself(rollout: Rollout) -> Rollout:
@@ -73,7 +49,7 @@ def with_codes(rollout: Rollout, **changes: Any) -> Rollout:
 
 @pytest.mark.parametrize(("policy", "dtype"), CROSS)
 def test_the_learner_replays_rounded_keys_and_values_exactly(policy: str, dtype: str):
-    rollout = roll_out(in_double(), spec_of(policy, dtype))
+    rollout = roll_out(in_double(), spec_of(policy, dtype=dtype))
     assert rollout.record.codes.dtype == dtype
     assert gap(in_double(), rollout) < TOLERANCE
     assert gap(in_double(), by_itself(rollout)) < TOLERANCE
@@ -84,25 +60,14 @@ def test_the_learner_replays_rounded_keys_and_values_exactly(policy: str, dtype:
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_dense_learner_does_not_round(dtype: str):
-    rollout = roll_out(in_double(), spec_of("dense", dtype))
+    rollout = roll_out(in_double(), spec_of("dense", dtype=dtype))
     assert gap(in_double(), rollout, shadow=False) == gap(in_double(), rollout.with_record(codes=None))
 
 
 @pytest.mark.parametrize("family", every_nth(3, FAMILIES))
 def test_every_family_rounds(family: str):
     for dtype in KV_DTYPES:
-        assert gap(in_double(family), roll_out(in_double(family), spec_of("h2o", dtype))) < TOLERANCE
-
-
-@pytest.mark.parametrize(("policy", "dtype"), CROSS)
-def test_chunks_turns_and_samples_that_share_a_prompt_take_the_codes_along(policy: str, dtype: str):
-    spec, model = spec_of(policy, dtype), in_double()
-    options = {"prefill_chunk": 4, "num_return_sequences": 2, "max_rows": 3}
-    assert gap(model, roll_out(model, spec, **options)) < TOLERANCE
-    rollout = converse(model, spec, 4)
-    assert gap(model, rollout) < TOLERANCE
-    assert gap(model, by_itself(rollout)) < TOLERANCE
-    assert gap(model, rollout.with_record(codes=None)) > NOTICED
+        assert gap(in_double(family), roll_out(in_double(family), spec_of("h2o", dtype=dtype))) < TOLERANCE
 
 
 @pytest.mark.parametrize(("dtype", "family"), diagonal(KV_DTYPES, test_sliding_windows.CASES))
@@ -111,32 +76,24 @@ def test_rings_of_windows_hold_codes(family: str, dtype: str):
     if family in test_sliding_windows.OTHERS:
         model.set_experts_implementation("eager")  # the default has no double precision
     model = prepare_backbone(model.double())
-    for options in ({}, {"prefill_chunk": 4}):
-        rollout = roll_out(model, spec_of("h2o", dtype), max_new_tokens=40, **options)
-        assert gap(model, rollout) < TOLERANCE
-        assert gap(model, rollout.with_record(codes=None)) > NOTICED
+    rollout = roll_out(model, spec_of("h2o", dtype=dtype), max_new_tokens=24, prefill_chunk=4)
+    assert gap(model, rollout) < TOLERANCE
+    assert gap(model, rollout.with_record(codes=None)) > NOTICED
 
 
 @pytest.mark.parametrize(("dtype", "name"), diagonal(KV_DTYPES, test_hybrids.CONFIGS))
 def test_states_beside_the_keys_are_not_rounded(name: str, dtype: str):
     model = prepare_backbone(test_hybrids.hybrid(name))
-    rollout = roll_out(model, spec_of("h2o", dtype))
+    rollout = roll_out(model, spec_of("h2o", dtype=dtype))
     assert gap(model, rollout) < FLOAT32_TOLERANCE
     assert gap(model, rollout.with_record(codes=None)) > 5 * FLOAT32_TOLERANCE
-
-
-@pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_codes_follow_a_dense_cache_that_grows(dtype: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 3)
-    rollout = roll_out(in_double(), spec_of("dense", dtype), max_new_tokens=30)
-    assert gap(in_double(), rollout) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: str):
     torch.manual_seed(0)
     model = prepare_backbone(build(tiny_config("qwen3", num_hidden_layers=6)))
-    rollout = roll_out(model, spec_of("h2o", dtype), eos_token_id=None, max_new_tokens=40)
+    rollout = roll_out(model, spec_of("h2o", dtype=dtype), max_new_tokens=40)
     learner = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     for parameter in learner.parameters():
@@ -150,17 +107,17 @@ def test_the_record_keeps_codes_that_an_error_of_the_learner_would_move(dtype: s
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_bytes_are_those_of_codes_and_scales(dtype: str):
-    rollout = roll_out(tiny_model("qwen3"), spec_of("snapkv", dtype))
+    rollout = roll_out(tiny_model("qwen3"), spec_of("snapkv", dtype=dtype))
     vector = quantized_bytes(HEAD_DIM, dtype, torch.float32)
     assert rollout.kv_bytes == 2 * LAYERS * len(LENS) * 2 * (8 + 3) * vector
-    whole = roll_out(tiny_model("qwen3"), spec_of("snapkv", None))
+    whole = roll_out(tiny_model("qwen3"), spec_of("snapkv", dtype=None))
     assert rollout.kv_bytes < whole.kv_bytes / 2
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_gradients_are_those_of_attention_at_the_rounded_numbers(dtype: str):
     model = copy.deepcopy(in_double())
-    rollout = roll_out(model, spec_of("h2o", dtype))
+    rollout = roll_out(model, spec_of("h2o", dtype=dtype))
     (replay_logps(model, rollout) * rollout.response_mask).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
     key = next(p for name, p in model.named_parameters() if name.endswith("k_proj.weight"))
@@ -170,8 +127,8 @@ def test_gradients_are_those_of_attention_at_the_rounded_numbers(dtype: str):
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_learned_policy_with_a_budget_of_each_layer_is_replayed(dtype: str):
-    spec = replace(spec_of("learned", dtype), budget_profile=(13, 5, 6))
-    rollout = roll_out(in_double(), spec, prefill_chunk=4, eos_token_id=None)
+    spec = spec_of("learned", dtype=dtype, budget_profile=(13, 5, 6))
+    rollout = roll_out(in_double(), spec, prefill_chunk=4)
     held = (rollout.evicted_at == NEVER).sum(-1)  # at the end
     assert held[:, 0].min() > held[:, 1].max()
     assert gap(in_double(), rollout) < TOLERANCE

@@ -9,77 +9,48 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.replay import response_logps
-from lit_rlkv.rollout import generate
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import Rollout
 from tests.hand_built import replayed
-from tests.models_zoo import FAMILIES, PAD, ragged_prompts, tiny_model
+from tests.models_zoo import FAMILIES, tiny_model
+from tests.rollouts import SIZES, TOLERANCE, died, gap, moved, roll_out
+from tests.tiers import diagonal
 
-TOLERANCE = 1e-4
 FLOAT_ERROR = 1e-6
 """Gap that stands for exactly 0 when a control is compared with it."""
 
-SPEC = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
-ALL_CASES = sorted(
-    {(family, policy, 2) for family in FAMILIES for policy in POLICIES}
-    | {("qwen3", policy, n_kv_heads) for policy in POLICIES for n_kv_heads in (1, 2, 4)}
-)
+CASES = [
+    *diagonal(FAMILIES, POLICIES, [2]),
+    *(("qwen3", policy, n_kv_heads) for policy in POLICIES for n_kv_heads in (1, 4)),
+]
 """Family, policy, KV heads of four query heads."""
 
 
 @cache
-def sampled(family: str, policy: str, n_kv_heads: int) -> Rollout:
-    return roll_out(tiny_model(family, n_kv_heads), policy)
+def sampled(family: str, policy: str, n_kv_heads: int = 2) -> Rollout:
+    return roll_out(tiny_model(family, n_kv_heads), policy, eos_token_id=5)
 
 
-def roll_out(model: PreTrainedModel, policy: str) -> Rollout:
-    """Prompts of 14 and 9 tokens exceed the budget, those of 4 and 1 do not."""
-    return generate(
-        model,
-        *ragged_prompts((14, 9, 4, 1)),
-        cache=CacheSpec(policy=policy, **SPEC),
-        max_new_tokens=18,
-        eos_token_id=5,
-        pad_token_id=PAD,
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-def gap(model: PreTrainedModel, rollout: Rollout, *, shadow: bool = True) -> float:
-    """Largest difference of the learner's log-probs from the sampler's."""
-    with torch.no_grad():
-        return float((replay_logps(model, rollout, shadow=shadow) - rollout.rollout_logps).abs().max())
-
-
-@pytest.mark.parametrize(("family", "policy", "n_kv_heads"), ALL_CASES)
-def test_replayed_log_probs_equal_rollout_log_probs(family: str, policy: str, n_kv_heads: int):
-    rollout = sampled(family, policy, n_kv_heads)
-    assert gap(tiny_model(family, n_kv_heads), rollout) < TOLERANCE
-    died = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
-    assert died.any(dim=-1).all(dim=(1, 2)).sum() >= 3  # rows in which every head of every layer evicted
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_replay_holds_in_any_order_and_for_any_part_of_the_batch(policy: str):
-    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
-    for rows in ([2, 0, 3, 1], [3], [1, 1, 0]):
-        assert gap(model, rollout.rows(torch.tensor(rows))) < TOLERANCE
+@pytest.mark.parametrize(("family", "policy", "n_kv_heads"), CASES)
+def test_a_learner_with_the_mask_has_the_samplers_log_probs_and_one_without_it_has_not(
+    family: str, policy: str, n_kv_heads: int
+):
+    model, rollout = tiny_model(family, n_kv_heads), sampled(family, policy, n_kv_heads)
+    found = gap(model, rollout)
+    assert found < TOLERANCE
+    assert gap(model, rollout, shadow=False) > 100 * max(found, FLOAT_ERROR)
+    # rows in which every head of every layer evicted
+    assert died(rollout).any(dim=-1).all(dim=(1, 2)).sum() >= 3
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_gap_is_rounding_and_vanishes_in_float64(policy: str):
     model = copy.deepcopy(tiny_model("qwen3")).double()
     # Log-probs are kept in float32, whose rounding at 10 nats is 1e-6.
-    assert gap(model, roll_out(model, policy)) < 2e-6
-
-
-def shift_evictions(rollout: Rollout, shift: int) -> Rollout:
-    """Every evicted_at that was recorded, so many columns later."""
-    died = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
-    return rollout.with_record(evicted_at=torch.where(died, rollout.evicted_at + shift, rollout.evicted_at))
+    assert gap(model, roll_out(model, policy, eos_token_id=5)) < 2e-6
 
 
 def permute_evicted_at(rollout: Rollout, dim: int) -> Rollout:
@@ -88,9 +59,9 @@ def permute_evicted_at(rollout: Rollout, dim: int) -> Rollout:
 
 
 CONTROLS: dict[str, Callable[[Rollout], Rollout]] = {
-    "evictions one too late": lambda rollout: shift_evictions(rollout, 1),
-    "evictions one too early": lambda rollout: shift_evictions(rollout, -1),
-    "evictions an interval too late": lambda rollout: shift_evictions(rollout, SPEC["interval"]),
+    "evictions one too late": moved,
+    "evictions one too early": lambda rollout: moved(rollout, -1),
+    "evictions an interval too late": lambda rollout: moved(rollout, SIZES["interval"]),
     "layers swapped": lambda rollout: permute_evicted_at(rollout, 1),
     "KV heads swapped": lambda rollout: permute_evicted_at(rollout, 2),
     "one layer's mask for all": lambda rollout: rollout.with_record(
@@ -111,16 +82,10 @@ def is_no_change(control: str, policy: str) -> bool:
     return control in ("KV heads swapped", "the union over heads") and policy in SAME_IN_ALL_HEADS
 
 
-@pytest.mark.parametrize(("family", "policy"), sorted({(f, p) for f, p, n in ALL_CASES if n == 2}))
-def test_a_learner_without_the_mask_is_caught(family: str, policy: str):
-    model, rollout = tiny_model(family), sampled(family, policy, 2)
-    assert gap(model, rollout, shadow=False) > 100 * max(gap(model, rollout), FLOAT_ERROR)
-
-
 @pytest.mark.parametrize("control", CONTROLS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_table_that_is_nearly_right_is_caught(policy: str, control: str):
-    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy)
     wrong = CONTROLS[control](rollout)
     if is_no_change(control, policy):
         assert torch.equal(wrong.evicted_at, rollout.evicted_at)
@@ -131,12 +96,12 @@ def test_a_table_that_is_nearly_right_is_caught(policy: str, control: str):
 @pytest.mark.parametrize("control", ["evictions one too late", "evictions one too early", "layers swapped"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_table_that_is_nearly_right_is_caught_in_every_family(family: str, control: str):
-    model, rollout = tiny_model(family), sampled(family, "snapkv", 2)
+    model, rollout = tiny_model(family), sampled(family, "snapkv")
     assert gap(model, CONTROLS[control](rollout)) > 100 * max(gap(model, rollout), FLOAT_ERROR)
 
 
 def test_positions_that_close_up_after_an_eviction_are_caught():
-    model, rollout = tiny_model("qwen3"), sampled("qwen3", "snapkv", 2)
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", "snapkv")
 
     def gap_at(positions: Tensor) -> float:
         record = replayed(rollout).until(-1)
@@ -158,7 +123,7 @@ def first_step_ratio(model: PreTrainedModel, rollout: Rollout, *, shadow: bool) 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_importance_ratios_are_one_before_the_first_update_and_nothing_is_clipped(policy: str):
-    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy, 2)
+    model, rollout = tiny_model("qwen3"), sampled("qwen3", policy)
     replayed, dense = (first_step_ratio(model, rollout, shadow=shadow) for shadow in (True, False))
     torch.testing.assert_close(replayed, torch.ones_like(replayed), rtol=0, atol=TOLERANCE)
     assert ((dense < 0.8) | (dense > 1.2)).float().mean() > 0.05

@@ -57,20 +57,6 @@ def test_an_unknown_name_is_refused_and_changes_nothing():
     assert uses_triton(ON_CPU)
 
 
-@pytest.mark.parametrize("dtype", [*TRITON_DTYPES, torch.float64])
-def test_the_reference_is_never_triton(dtype: torch.dtype):
-    assert not uses_triton(ON_CPU.to(dtype), "reference")
-    with use_kernels("reference"):
-        assert not uses_triton(ON_CPU.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [*TRITON_DTYPES, torch.float64])
-def test_auto_is_the_definition_on_a_cpu_even_with_the_interpreter(dtype: torch.dtype):
-    assert is_interpreted()
-    assert not uses_triton(ON_CPU.to(dtype))
-    assert not uses_triton(ON_CPU.to(dtype), "auto")
-
-
 FAKE = FakeTensorMode()
 
 
@@ -80,15 +66,47 @@ def on_cuda(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def test_auto_is_triton_on_cuda_where_the_kernels_take_precision_and_size():
-    assert all(uses_triton(on_cuda(2, dtype=dtype)) for dtype in TRITON_DTYPES)
-    assert not uses_triton(on_cuda(2, dtype=torch.float64))
-    assert not uses_triton(on_cuda(2, dtype=torch.float16), fits=False)
+@pytest.mark.parametrize("dtype", TRITON_DTYPES)
+@pytest.mark.parametrize(
+    ("process", "call", "on_cpu", "on_cuda_that_fits", "on_cuda_that_does_not"),
+    [
+        ("auto", None, False, True, False),
+        ("auto", "triton", True, True, True),  # which leaves the refusal to the kernel
+        ("auto", "reference", False, False, False),
+        ("reference", None, False, False, False),
+        ("reference", "auto", False, True, False),
+        ("reference", "triton", True, True, True),
+        ("triton", None, True, True, True),
+        ("triton", "auto", False, True, False),
+        ("triton", "reference", False, False, False),
+    ],
+)
+def test_the_choice_of_a_call_beats_that_of_the_process(
+    process: str,
+    call: str | None,
+    on_cpu: bool,
+    on_cuda_that_fits: bool,
+    on_cuda_that_does_not: bool,
+    dtype: torch.dtype,
+):
+    assert is_interpreted()
+    set_kernels(process)
+    choice = () if call is None else (call,)
+    there = on_cuda(2, dtype=dtype)
+    assert uses_triton(ON_CPU.to(dtype), *choice) == on_cpu
+    assert uses_triton(there, *choice) == on_cuda_that_fits
+    assert uses_triton(there, *choice, fits=False) == on_cuda_that_does_not
 
 
-def test_triton_by_name_leaves_a_size_that_does_not_fit_to_the_kernel_to_refuse():
-    assert uses_triton(ON_CPU, "triton", fits=False)
-    assert not uses_triton(ON_CPU, "reference", fits=True)
+def test_double_precision_is_the_definitions_alone():
+    message = "kernels=triton takes float32, float16, bfloat16, not torch.float64; use kernels=reference"
+    for tensor in (ON_CPU.double(), on_cuda(2, dtype=torch.float64)):
+        assert not uses_triton(tensor)
+        assert not uses_triton(tensor, "reference")
+        with pytest.raises(ValueError, match=message):
+            uses_triton(tensor, "triton")
+        with pytest.raises(ValueError, match=message), use_kernels("triton"):
+            uses_triton(tensor)
 
 
 @pytest.fixture
@@ -146,13 +164,6 @@ def test_auto_leaves_a_group_that_no_program_holds_to_the_definition(chosen: Cal
     assert by_size(129, 256, torch.bfloat16) == by_size(65, 256, torch.float32) == "definition"
 
 
-def test_set_kernels_chooses_for_all_that_follows():
-    set_kernels("triton")
-    assert uses_triton(ON_CPU)
-    set_kernels("auto")
-    assert not uses_triton(ON_CPU)
-
-
 def test_a_block_restores_what_it_was_nested_in_also_after_an_error():
     with use_kernels("triton"):
         with use_kernels("reference"):
@@ -206,22 +217,6 @@ def test_the_operation_may_be_called_by_keyword():
     assert operation(ON_CPU, ON_CPU).tolist() == [0, 0]
     with pytest.raises(ValueError, match=r"not torch\.float64"):
         operation(a=ON_CPU, b=ON_CPU.double(), kernels="triton")
-
-
-def test_the_choice_of_a_call_beats_that_of_the_process():
-    with use_kernels("triton"):
-        assert not uses_triton(ON_CPU, "reference")
-        assert not uses_triton(ON_CPU, "auto")
-    with use_kernels("reference"):
-        assert uses_triton(ON_CPU, "triton")
-
-
-def test_triton_in_double_precision_is_refused():
-    message = "kernels=triton takes float32, float16, bfloat16, not torch.float64; use kernels=reference"
-    with pytest.raises(ValueError, match=message):
-        uses_triton(ON_CPU.double(), "triton")
-    with pytest.raises(ValueError, match=message), use_kernels("triton"):
-        uses_triton(ON_CPU.double())
 
 
 def test_triton_on_a_cpu_without_the_interpreter_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch):

@@ -223,18 +223,6 @@ def test_rows_that_are_not_due_do_not_change(kernels: str):
     assert all(evicted(none_due, 20, kernels).same(none_due).values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_all_rows_due_are_what_each_row_alone_is(kernels: str):
-    pool = make_pool(33)
-    pool = replace(pool, is_due=torch.ones(3, dtype=torch.bool))
-    together = evicted(pool, 20, kernels)
-    for row in range(3):
-        alone = evicted(replace(pool, is_due=torch.arange(3) == row), 20, kernels)
-        for name in ("keys", "values", "columns", "attention", "evicted_at"):
-            assert bits_equal(getattr(together, name)[row], getattr(alone, name)[row])
-
-
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_the_running_score_may_be_the_score_itself(kernels: str):
@@ -273,12 +261,6 @@ def test_parts_of_larger_tensors_are_evicted_in_place_and_their_surroundings_sta
     assert all(same.values()), same
     assert (both[..., 0] == -5).all()
     assert (table[:, [0, 1, 3]] == -5).all()
-
-
-@pytest.mark.slow
-def test_two_evictions_of_the_same_pool_agree_in_every_bit():
-    pool = make_pool(63)
-    assert all(evicted(pool, 40, "triton").same(evicted(pool, 40, "triton")).values())
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)

@@ -27,12 +27,6 @@ def test_the_number_of_splits_follows_the_waves():
     assert choose_n_splits(4, 133, 132, work=4.0, merge=0.01) == 4  # 5 waves of 1 instead of 2 of 4
 
 
-def test_two_programs_on_a_multiprocessor_are_not_assumed():
-    # Two at once would run 264 programs in one wave, and never split them.
-    assert choose_n_splits(4, 200, 132, work=4.0, merge=0.01) == 4  # 7 waves of 1 instead of 2 of 4
-    assert choose_n_splits(4, 200, 264, work=4.0, merge=0.01) == 1
-
-
 SIZES = list(product((1, 2, 4, 6, 7, 8), (1, 10, 80, 131, 132, 133, 500, 3000), (108, 132, 264)))
 
 
@@ -44,24 +38,6 @@ def test_the_choice_is_the_cheapest_divisor_of_the_group(merge: float):
         assert group % n == 0
         others = [cost(m, n_programs, n_at_once, 4.0, merge) for m in range(1, group + 1) if group % m == 0]
         assert cost(n, n_programs, n_at_once, 4.0, merge) == min(others)
-
-
-def test_a_dearer_sum_never_leads_to_more_splits_and_more_work_never_to_fewer():
-    for size in SIZES:
-        by_merge = [choose_n_splits(*size, 4.0, merge) for merge in (0.0, 0.01, 0.1, 0.5, 1.0, 10.0)]
-        assert by_merge == sorted(by_merge, reverse=True)
-        by_work = [choose_n_splits(*size, work, 0.1) for work in (0.1, 1.0, 4.0, 16.0, 100.0)]
-        assert by_work == sorted(by_work)
-    assert choose_n_splits(8, 80, 132, 4.0, 0.0) > choose_n_splits(8, 80, 132, 4.0, 10.0)
-
-
-def test_the_lowest_cost_never_falls_with_more_programs():
-    for group, n_at_once in product((2, 4, 8), (108, 132)):
-        costs = []
-        for n_programs in range(1, 600):
-            n = choose_n_splits(group, n_programs, n_at_once, 4.0, 0.1)
-            costs.append(cost(n, n_programs, n_at_once, 4.0, 0.1))
-        assert costs == sorted(costs)
 
 
 @pytest.mark.parametrize(

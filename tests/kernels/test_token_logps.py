@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kernels.backend import is_interpreted, use_kernels
-from lit_rlkv.kernels.token_logps import policy_kl, token_logps, token_logps_and_entropy
+from lit_rlkv.kernels.token_logps import TokenSets, policy_kl, token_logps, token_logps_and_entropy
 from tests.kernels.accuracy import bound, excess_error
 from tests.tiers import diagonal, slow
 
@@ -31,9 +31,9 @@ def _with_both_implementations(request: pytest.FixtureRequest) -> Iterator[None]
 class CountingHead(nn.Module):
     """A linear head that remembers how many positions it was asked for at a time."""
 
-    def __init__(self, seed: int = 0, *, is_frozen: bool = False) -> None:
+    def __init__(self, seed: int = 0, vocab: int = VOCAB, *, is_frozen: bool = False) -> None:
         super().__init__()
-        weight = torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(seed))
+        weight = torch.randn(vocab, DIM, generator=torch.Generator().manual_seed(seed))
         self.weight = nn.Parameter(weight, requires_grad=not is_frozen)
         self.sizes: list[int] = []
 
@@ -76,31 +76,6 @@ def test_temperature_divides_the_logits():
     assert logp.item() == pytest.approx(math.log(0.25))
 
 
-def test_logps_are_those_of_cross_entropy():
-    hidden, head, tokens = make_hidden(), CountingHead(), make_tokens()
-    logps = token_logps(hidden, head, tokens, 0.7, VOCAB)
-    torch.testing.assert_close(logps, -F.cross_entropy(head(hidden) / 0.7, tokens, reduction="none"))
-
-
-def test_the_entropy_carries_no_gradient():
-    logps, entropy = token_logps_and_entropy(make_hidden(), CountingHead(), make_tokens(), 1.0, VOCAB)
-    assert logps.requires_grad
-    assert not entropy.requires_grad
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_log_probs_have_the_same_bits_with_and_without_the_entropy(is_frozen: bool):
-    head, upstream = CountingHead(is_frozen=True), torch.linspace(-1, 1, N_POSITIONS)
-
-    def run(read: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        found = read(hidden := make_hidden(), head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_frozen)
-        logps = found[0] if isinstance(found, tuple) else found
-        return logps, *torch.autograd.grad(logps, [hidden], upstream)
-
-    alone, together = run(token_logps), run(token_logps_and_entropy)
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
-
-
 def test_kl_matches_hand_arithmetic_in_both_directions():
     # p = (1/4, 3/4), q = (1/2, 1/2).
     p, q = hand_logits(0.0, math.log(3)), hand_logits(0.0, 0.0)
@@ -117,30 +92,68 @@ def test_kl_of_a_policy_with_itself_is_zero_and_positive_otherwise():
     assert (policy_kl(p, q, head, head, 0.7, VOCAB) > 0).all()
 
 
-def test_kl_is_that_of_torch_with_a_head_for_each_side():
-    p, q, head_p, head_q = make_hidden(1), make_hidden(2), CountingHead(3), CountingHead(4)
-    log_p, log_q = ((head(x) / 0.7).log_softmax(-1) for head, x in ((head_p, p), (head_q, q)))
-    expected = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(policy_kl(p, q, head_p, head_q, 0.7, VOCAB), expected)
+WIDE_VOCAB = 60
+LARGEST = {"whole": WIDE_VOCAB, "narrow": 15, "wide": 16}
+"""Sets of at most a quarter of the vocabulary are gathered, larger ones are masked."""
 
 
-def run_with_gradients(head: CountingHead) -> list[Tensor]:
-    """Log-probs and KL, and the gradients of a weighted sum of them."""
-    p, q, weight = make_hidden(1), make_hidden(2), torch.linspace(-1, 1, N_POSITIONS)
-    logps, entropy = token_logps_and_entropy(p, head, make_tokens(), 0.7, VOCAB)
-    kl = policy_kl(p, q, head, head, 0.7, VOCAB)
-    gradients = torch.autograd.grad((weight * (logps + kl)).sum(), [p, q, head.weight])
-    return [logps, entropy, kl, *gradients]
+class Case:
+    """Random hidden states and heads; sets of 1 to so many tokens, each with the token of its position."""
+
+    def __init__(self, kind: str) -> None:
+        generator, largest = torch.Generator().manual_seed(0), LARGEST[kind]
+        self.p, self.q = torch.randn(2, N_POSITIONS, DIM, generator=generator).requires_grad_()
+        self.heads = [CountingHead(seed, WIDE_VOCAB) for seed in (3, 4)]
+        sizes = torch.randint(1, largest + 1, (N_POSITIONS,), generator=generator)
+        sizes[:3] = torch.tensor([1, largest, 1])
+        sizes = torch.full_like(sizes, WIDE_VOCAB) if kind == "whole" else sizes
+        ids = [torch.randperm(WIDE_VOCAB, generator=generator)[:n] for n in sizes.tolist()]
+        self.is_kept = torch.stack([torch.zeros(WIDE_VOCAB).scatter(0, row, 1.0) for row in ids]).bool()
+        self.tokens = torch.stack([row[len(row) // 2] for row in ids])
+        self.sets = None if kind == "whole" else TokenSets(sizes.int(), torch.cat(ids).int())
+
+    def expected(self) -> list[Tensor]:
+        """Log-probs, entropies and KL by a softmax of the whole vocabulary with -inf."""
+        log_p, log_q = (
+            (head(x) / 0.7).masked_fill(~self.is_kept, -torch.inf).log_softmax(-1)
+            for head, x in zip(self.heads, (self.p, self.q), strict=True)
+        )
+        logps = log_p.gather(1, self.tokens[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p.masked_fill(~self.is_kept, 0.0)).sum(-1)
+        kl = (log_p.exp() * (log_p - log_q).masked_fill(~self.is_kept, 0.0)).sum(-1)
+        return [logps, entropy, kl]
 
 
-def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch):
-    whole = run_with_gradients(CountingHead())
-    set_chunk(monkeypatch, 5 * VOCAB)
-    head = CountingHead()
-    chunked = run_with_gradients(head)
-    assert max(head.sizes) == 5
-    for a, b in zip(chunked, whole, strict=True):
-        torch.testing.assert_close(a, b)
+@pytest.mark.parametrize("kind", LARGEST)
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("positions", [1000, 5])
+def test_values_and_gradients_are_those_of_a_plain_softmax(
+    kind: str, is_frozen: bool, positions: int, monkeypatch: pytest.MonkeyPatch
+):
+    set_chunk(monkeypatch, positions * WIDE_VOCAB)
+    case, options = Case(kind), {"temperature": 0.7, "vocab_size": WIDE_VOCAB}
+    inputs, upstream = [case.p, case.q], torch.linspace(-1, 1, N_POSITIONS)
+    for head in case.heads:
+        head.weight.requires_grad_(not is_frozen)
+        inputs += [] if is_frozen else [head.weight]
+    expected = case.expected()
+    wanted = torch.autograd.grad((upstream * (expected[0] + expected[2])).sum(), inputs)
+    for head in case.heads:
+        head.sizes.clear()
+    of_p = (case.p, case.heads[0], case.tokens)
+    logps, entropy = token_logps_and_entropy(*of_p, **options, head_is_frozen=is_frozen, sets=case.sets)
+    kl = policy_kl(case.p, case.q, *case.heads, **options, heads_are_frozen=is_frozen, sets=case.sets)
+    assert not entropy.requires_grad
+    for found, value in zip((logps, entropy, kl), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad((upstream * (logps + kl)).sum(), inputs)
+    for found, value in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
+    # A frozen head is asked once, of one policy and of the two whose KL it is, and another one twice.
+    assert sum(sum(head.sizes) for head in case.heads) == (1 if is_frozen else 2) * 3 * N_POSITIONS
+    assert max(case.heads[0].sizes) == min(positions, N_POSITIONS)
+    alone = token_logps(*of_p, **options, head_is_frozen=is_frozen, sets=case.sets)
+    assert torch.equal(alone, logps)
 
 
 def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -164,33 +177,37 @@ def test_logits_are_not_kept_for_the_backward_pass():
     assert head.sizes == [N_POSITIONS] * 2  # computed again
 
 
-def test_no_positions_are_no_error():
-    nothing = torch.zeros(0, DIM)
-    logps, entropy = token_logps_and_entropy(
-        nothing, CountingHead(), torch.zeros(0, dtype=torch.long), 1.0, VOCAB
-    )
-    kl = policy_kl(nothing, nothing, CountingHead(), CountingHead(), 1.0, VOCAB)
+@pytest.mark.parametrize("sets", [None, TokenSets(torch.zeros(0).int(), torch.zeros(0).int())])
+def test_no_positions_are_no_error(sets: TokenSets | None):
+    nothing, head = torch.zeros(0, DIM), CountingHead()
+    logps, entropy = token_logps_and_entropy(nothing, head, torch.zeros(0).long(), 1.0, VOCAB, sets=sets)
+    kl = policy_kl(nothing, nothing, head, head, 1.0, VOCAB, sets=sets)
     assert logps.shape == entropy.shape == kl.shape == (0,)
 
 
-def frozen_with_gradients(head: CountingHead, *, is_frozen: bool) -> list[Tensor]:
-    """Log-probs, entropies, KL and the hidden states' gradients where no head needs one."""
-    p, q, weight = make_hidden(1), make_hidden(2), torch.linspace(-1, 1, N_POSITIONS)
-    logps, entropy = token_logps_and_entropy(p, head, make_tokens(), 0.7, VOCAB, head_is_frozen=is_frozen)
-    kl = policy_kl(p, q, head, head, 0.7, VOCAB, heads_are_frozen=is_frozen)
-    return [logps, entropy, kl, *torch.autograd.grad((weight * (logps + kl)).sum(), [p, q])]
+@pytest.mark.parametrize("kind", ["narrow", "wide"])
+def test_the_gradient_flows_through_kept_logits_alone(kind):
+    case = Case(kind)
+    logits = case.heads[0](case.p).detach().requires_grad_()
+    token_logps(logits, lambda x: x, case.tokens, 0.7, WIDE_VOCAB, sets=case.sets).sum().backward()
+    assert (logits.grad[~case.is_kept] == 0).all()
+    many = case.is_kept.sum(1) > 1
+    assert (logits.grad[case.is_kept & many[:, None]] != 0).all()
 
 
-def test_a_frozen_head_is_asked_once_and_gives_the_same(monkeypatch: pytest.MonkeyPatch):
-    set_chunk(monkeypatch, 5 * VOCAB)
-    plain, linearised = CountingHead(is_frozen=True), CountingHead(is_frozen=True)
-    expected = frozen_with_gradients(plain, is_frozen=False)
-    actual = frozen_with_gradients(linearised, is_frozen=True)
-    assert all(torch.equal(a, b) for a, b in zip(actual[:3], expected[:3], strict=True))
-    for a, b in zip(actual[3:], expected[3:], strict=True):
-        torch.testing.assert_close(a, b)
-    assert sum(linearised.sizes) == 3 * N_POSITIONS  # of one policy, and of the two whose KL it is
-    assert sum(plain.sizes) == 2 * 3 * N_POSITIONS
+@pytest.mark.parametrize("kind", ["narrow", "wide"])
+def test_a_set_with_another_token_or_without_the_chosen_one_is_noticed(kind):
+    case = Case(kind)
+
+    def logps(sets: TokenSets) -> Tensor:
+        return token_logps(case.p, case.heads[0], case.tokens, 0.7, WIDE_VOCAB, sets=sets)
+
+    right = logps(case.sets)
+    assert (right[[0, 2]] == 0).all()  # sets of one token
+    moved = TokenSets(case.sets.counts, (case.sets.token_ids + 1) % WIDE_VOCAB)
+    assert (logps(moved)[[0, 2]] == -torch.inf).all()
+    whole = token_logps(case.p, case.heads[0], case.tokens, 0.7, WIDE_VOCAB)
+    assert (whole < right - 1e-4).all()
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -1,19 +1,9 @@
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import jaxtyping
 import pytest
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec
-
-
-@pytest.fixture
-def _as_users_run_it() -> Iterator[None]:
-    """Without the type checks of the test run, which would raise before the spec does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_slots_are_budget_plus_interval_for_any_longer_sequence():
@@ -36,44 +26,53 @@ def test_every_policy_has_a_spec_that_makes_it(name: str):
     assert isinstance(spec.make_policy(), POLICIES[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("snapvk", "snapkv"),
-        ("snap_kv", "snapkv"),
-        ("pyramid", "cache.budget_profile=pyramid"),
-        ("PyramidKV", "cache.budget_profile=pyramid"),
-        ("pyramyd", "cache.budget_profile=pyramid"),
-    ],
-)
-def test_an_unknown_policy_is_refused_with_the_one_meant_and_those_to_choose_from(name: str, meant: str):
+def unknown(name: str, meant: str) -> tuple[dict[str, Any], str]:
     says = rf"unknown cache policy '{name}' \(did you mean {meant}\?\); choose one of dense, .*snapkv"
-    with pytest.raises(ValueError, match=says):
-        CacheSpec(policy=name)
-    with pytest.raises(ValueError, match="unknown cache policy 'zzz'; choose one of dense"):
-        CacheSpec(policy="zzz")
+    return {"policy": name}, says
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    unknown("snapvk", "snapkv"),
+    unknown("snap_kv", "snapkv"),
+    *(unknown(name, "cache.budget_profile=pyramid") for name in ("pyramid", "PyramidKV", "pyramyd")),
+    ({"policy": "zzz"}, "unknown cache policy 'zzz'; choose one of dense"),
+    *(
+        ({name: value}, rf"cache\.{name} must be a whole number of at least .*, got")
+        for name in ("budget", "interval", "sink", "window")
+        for value in (0.5, 64.0, True, "64", None)
+    ),
+    *(
+        ({name: least - 1}, rf"cache\.{name} must be .* at least {least}, got {least - 1}")
+        for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items()
+    ),
+    *(
+        (
+            {"policy": policy, "policy_options": {"pool": 3}},
+            f"policy_options={{'pool': 3}} have no effect on {policy}; leave",
+        )
+        for policy in ("dense", "snapkv")
+    ),
+    *(
+        ({"policy": "learned", "policy_options": {name: value}}, name)
+        for name, value in {"hidden": 0, "samples": "yes", "depth": 2}.items()
+    ),
+    (
+        {"budget": 20, "sink": 4, "window": 16},
+        r"at least sink \+ window \+ 1 = 21, got 20; raise the budget, or lower sink or window",
+    ),
+    ({"dtype": "int3"}, r"cache\.dtype must be one of int8, fp8, int4, or null .*, got 'int3'"),
+]
 
 
 @pytest.mark.usefixtures("_as_users_run_it")
-@pytest.mark.parametrize("name", ["budget", "interval", "sink", "window"])
-@pytest.mark.parametrize("value", [0.5, 64.0, True, "64", None])
-def test_counts_that_are_no_integers_are_refused(name: str, value: object):
-    settings: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=rf"cache\.{name} must be a whole number of at least .*, got"):
+@pytest.mark.parametrize(("settings", "says"), REFUSED)
+def test_what_no_cache_can_be_is_refused(settings: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=says):
         CacheSpec(**settings)
 
 
-@pytest.mark.parametrize(("name", "least"), [("budget", 1), ("interval", 1), ("sink", 0), ("window", 1)])
-def test_counts_below_their_least_are_refused(name: str, least: int):
-    settings: dict[str, Any] = {name: least - 1}
-    with pytest.raises(ValueError, match=rf"cache\.{name} must be .* at least {least}, got {least - 1}"):
-        CacheSpec(**settings)
-
-
-@pytest.mark.parametrize("policy", ["dense", "snapkv"])
-def test_options_of_a_policy_that_takes_none_are_refused(policy: str):
-    with pytest.raises(ValueError, match=f"policy_options={{'pool': 3}} have no effect on {policy}; leave"):
-        CacheSpec(policy=policy, policy_options={"pool": 3})
+def test_sinks_and_window_must_leave_one_slot_to_choose():
+    assert CacheSpec(budget=21, sink=4, window=16).budget == 21
 
 
 def test_only_rollouts_draw_the_survivors_of_a_trained_policy():
@@ -83,31 +82,9 @@ def test_only_rollouts_draw_the_survivors_of_a_trained_policy():
     assert CacheSpec("snapkv").for_rollouts == CacheSpec("snapkv")
 
 
-@pytest.mark.parametrize("options", [{"hidden": 0}, {"samples": "yes"}, {"depth": 2}])
-def test_wrong_options_of_a_trained_policy_are_refused(options: dict[str, Any]):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        CacheSpec("learned", policy_options=options)
-
-
-def test_sinks_and_window_must_leave_a_slot_to_choose():
-    message = (
-        r"budget must be at least sink \+ window \+ 1 = 21, got 20; raise the budget, or lower sink or window"
-    )
-    with pytest.raises(ValueError, match=message):
-        CacheSpec(budget=20, sink=4, window=16)
-    assert CacheSpec(budget=21, sink=4, window=16).budget == 21
-
-
 def test_a_spec_cannot_be_changed_after_it_was_checked():
     with pytest.raises(AttributeError):
         CacheSpec().budget = 3  # type: ignore[misc]
-
-
-def test_a_dtype_that_no_rounding_has_is_refused():
-    with pytest.raises(
-        ValueError, match=r"cache\.dtype must be one of int8, fp8, int4, or null .*, got 'int3'"
-    ):
-        CacheSpec(dtype="int3")
 
 
 def test_a_quantized_cache_says_so_in_its_label_and_is_not_exact():

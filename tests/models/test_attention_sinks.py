@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import GptOssConfig
 
-from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import attention, prepare_backbone, replay_logps
-from lit_rlkv.rollout import generate
-from tests.models_zoo import SIZE, build, ragged_prompts
+from lit_rlkv.models import attention, prepare_backbone
+from tests.models_zoo import SIZE, build
+from tests.rollouts import TOLERANCE, gap, roll_out, spec_of
 
 
 def gpt_oss():
@@ -22,13 +21,8 @@ def gpt_oss():
 @pytest.mark.parametrize("policy", ["dense", "h2o", "snapkv", "tova"])
 def test_replay_is_exact(policy):
     model = prepare_backbone(gpt_oss())
-    input_ids, mask = ragged_prompts()
-    cache = CacheSpec(policy, budget=8, interval=3, sink=1, window=2)
-    rollout = generate(
-        model, input_ids, mask, cache=cache, max_new_tokens=20, eos_token_id=None, pad_token_id=0,
-        record_routing=True,
-    )  # fmt: skip
-    assert (replay_logps(model, rollout) - rollout.rollout_logps).abs().max() < 1e-4
+    rollout = roll_out(model, spec_of(policy, window=2), max_new_tokens=20, record_routing=True)
+    assert gap(model, rollout) < TOLERANCE
 
 
 def test_loading_catches_a_sink_that_is_left_out(monkeypatch):

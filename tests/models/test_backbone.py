@@ -12,7 +12,6 @@ from transformers import (
 )
 
 from lit_rlkv.diagnostics.flops import flop_costs
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import (
     can_be_captured,
@@ -22,20 +21,18 @@ from lit_rlkv.models.backbone import (
     layer_kinds,
     token_positions,
 )
-from lit_rlkv.rollout import generate
 from tests.models_zoo import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
-    PAD,
     SIZE,
     VOCAB,
     build,
-    gap_of_a_rollout,
     ragged_prompts,
     tiny_config,
     tiny_model,
 )
+from tests.rollouts import TOLERANCE, gap, roll_out
 
 
 @pytest.mark.parametrize(
@@ -53,7 +50,7 @@ def test_scalings_behind_the_output_head_are_applied(config: PretrainedConfig):
     hidden = model.base_model(input_ids).last_hidden_state
     torch.testing.assert_close(head_logits(model, hidden), model(input_ids).logits)
     assert not torch.allclose(model.get_output_embeddings()(hidden), model(input_ids).logits, atol=1e-2)
-    assert gap_of_a_rollout(model) < 1e-4
+    assert gap(model, roll_out(model, max_new_tokens=8)) < TOLERANCE
 
 
 def test_windows_are_those_of_the_layers_that_slide():
@@ -119,24 +116,20 @@ def test_positions_count_tokens_and_not_padding():
 
 
 def test_generate_and_replay_check_the_length():
-    input_ids, is_prompt = ragged_prompts()
-    settings = {"cache": CacheSpec.dense(), "eos_token_id": None, "pad_token_id": PAD}
     short = prepare_backbone(build(tiny_config("llama", max_position_embeddings=20)))
     with pytest.raises(ValueError, match="has positions for 20"):
-        generate(short, input_ids, is_prompt, max_new_tokens=7, **settings)
-    rollout = generate(tiny_model(), input_ids, is_prompt, max_new_tokens=7, **settings)
+        roll_out(short, "dense", max_new_tokens=7)
+    rollout = roll_out(cache="dense", max_new_tokens=7)
     with pytest.raises(ValueError, match="has positions for 20"):
         replay_logps(short, rollout)
 
 
 def test_a_model_that_was_not_prepared_is_refused_rather_than_run_without_a_mask():
-    input_ids, is_prompt = ragged_prompts()
-    settings = {"cache": CacheSpec.dense(), "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": PAD}
     raw = build(tiny_config("llama"))
     message = r"LlamaForCausalLM uses 'sdpa' attention, .*pass the model through prepare_backbone first"
     with pytest.raises(ValueError, match=message):
-        generate(raw, input_ids, is_prompt, **settings)
-    rollout = generate(tiny_model(), input_ids, is_prompt, **settings)
+        roll_out(raw, "dense")
+    rollout = roll_out(cache="dense")
     with pytest.raises(ValueError, match=message):
         replay_logps(raw, rollout)
 

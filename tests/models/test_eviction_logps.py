@@ -19,14 +19,13 @@ from lit_rlkv.models.eviction_logps import (
 )
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import packed
-from lit_rlkv.models.replay import replay_logps, response_hidden
+from lit_rlkv.models.replay import response_hidden
 from lit_rlkv.models.set_logps import set_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import LAYERS, PAD, ragged_prompts, tiny_model
+from tests.rollouts import LENS, moved, roll_out, spec_of
 
-SIZES = {"budget": 8, "interval": 3, "sink": 1, "window": 3}
-LENS = (14, 9, 4, 1)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks of the prompt": {"prefill_chunk": 5},
@@ -61,18 +60,8 @@ def sampled(case: str) -> tuple[Any, CacheSpec, Rollout, list[tuple[Tensor, ...]
     model = tiny_model(options.pop("family", "llama"), options.pop("n_kv_heads", 2))
     protects = options.pop("protect_prompt", False)
     seen: list[tuple[Tensor, ...]] = []
-    spec = CacheSpec(Watched(seen), protect_prompt=protects, **SIZES)
-    rollout = generate(
-        model,
-        *ragged_prompts(LENS),
-        cache=spec,
-        max_new_tokens=18,
-        eos_token_id=None,
-        pad_token_id=PAD,
-        generator=torch.Generator().manual_seed(0),
-        **options,
-    )
-    return model, spec, rollout, seen
+    spec = spec_of(Watched(seen), protect_prompt=protects)
+    return model, spec, roll_out(model, spec, **options), seen
 
 
 def learner_logps(model: Any, rollout: Rollout, spec: CacheSpec) -> tuple[Tensor, ...]:
@@ -127,9 +116,7 @@ def test_decisions_and_their_log_probs_are_those_of_the_sampler(case: str):
 
 def test_the_comparison_notices_evictions_at_another_time():
     model, spec, rollout, seen = sampled("plain")
-    is_time = (rollout.evicted_at > 0) & (rollout.evicted_at < NEVER)
-    later = rollout.with_record(evicted_at=torch.where(is_time, rollout.evicted_at + 1, rollout.evicted_at))
-    logps, is_decision, _ = learner_logps(model, later, spec)
+    logps, is_decision, _ = learner_logps(model, moved(rollout), spec)
     expected = list(sampler_logps(rollout, seen, LAYERS).values())
     assert abs(float(logps[is_decision].sum()) - sum(expected)) > 1.0
 
@@ -169,27 +156,9 @@ def test_the_count_is_of_all_layers_and_heads(case: str):
     assert torch.equal(count_decisions(again, model, scorer), expected)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_are_replayed_exactly_where_survivors_are_drawn(case: str):
-    model, _, rollout, _ = sampled(case)
-    with torch.no_grad():
-        assert float((replay_logps(model, rollout) - rollout.rollout_logps).abs().max()) < 1e-4
-
-
 def test_generation_for_users_draws_nothing():
-    model = tiny_model()
-    spec = CacheSpec("learned", **SIZES)
     tables = [
-        generate(
-            model,
-            *ragged_prompts(LENS),
-            cache=spec,
-            max_new_tokens=18,
-            eos_token_id=None,
-            pad_token_id=PAD,
-            temperature=0.0,
-            generator=torch.Generator().manual_seed(seed),
-        ).evicted_at
+        roll_out(cache="learned", temperature=0.0, generator=torch.Generator().manual_seed(seed)).evicted_at
         for seed in (0, 1)
     ]
     assert torch.equal(*tables)

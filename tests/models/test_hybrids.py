@@ -5,11 +5,11 @@ import torch
 from transformers import FalconH1Config, Lfm2Config, NemotronHConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from lit_rlkv.kvcache import CacheSpec, state_layer
+from lit_rlkv.kvcache import state_layer
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import layer_kinds, table_rows
-from lit_rlkv.rollout import generate
-from tests.models_zoo import SIZE, build, own_logps, ragged_prompts
+from tests.models_zoo import SIZE, build, own_logps
+from tests.rollouts import LENS, gap, roll_out, spec_of
 
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
 LINEAR |= {"linear_num_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128}
@@ -28,7 +28,7 @@ CONFIGS = {
         mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=4, n_groups=1, head_dim=8,
     ),
 }  # fmt: skip
-SPARSE = CacheSpec("snapkv", budget=8, interval=3, sink=1, window=3)
+SPARSE = spec_of("snapkv")
 
 
 def hybrid(name):
@@ -41,16 +41,10 @@ def hybrid(name):
     return model
 
 
-def sampled(model, cache=SPARSE, **options):
-    input_ids, mask = ragged_prompts()
-    options = {"num_return_sequences": 2, "generator": torch.Generator().manual_seed(1)} | options
-    return generate(
-        model, input_ids, mask, cache=cache, max_new_tokens=12, eos_token_id=3, pad_token_id=0, **options
-    )
-
-
-def gap(model, rollout, **changes):
-    return float((replay_logps(model, rollout, **changes) - rollout.rollout_logps).abs().max())
+def sampled(model, cache=SPARSE):
+    generator = torch.Generator().manual_seed(1)
+    options = {"num_return_sequences": 2, "eos_token_id": 3, "generator": generator}
+    return roll_out(model, cache, max_new_tokens=12, **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -65,17 +59,9 @@ def test_replay_is_exact_and_a_dense_learner_is_not(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("options", [{"max_rows": 4}, {"top_p": 0.8}, {"cache": CacheSpec.dense()}])
-def test_refilled_rows_truncated_sampling_and_a_growing_cache_are_exact(name, options, monkeypatch):
-    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 3)
-    model = prepare_backbone(hybrid(name))
-    assert gap(model, sampled(model, **options)) < 1e-4
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_log_probs_and_gradients_are_those_of_the_models_own_forward(name):
     own, ours = hybrid(name), prepare_backbone(hybrid(name))
-    rollout = sampled(ours, CacheSpec.dense())
+    rollout = sampled(ours, "dense")
     expected, found = own_logps(own, rollout), replay_logps(ours, rollout)[:, 1:]
     assert (expected - found).abs().max() < 1e-4
     expected.sum().backward()
@@ -102,15 +88,10 @@ def test_padding_does_not_enter_the_state(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_states_are_counted_and_do_not_grow(name):
     model = prepare_backbone(hybrid(name))
-    input_ids, mask = ragged_prompts()
-
-    def n_bytes(n_new):
-        options = {"max_new_tokens": n_new, "eos_token_id": None, "pad_token_id": 0}
-        return generate(model, input_ids, mask, cache=SPARSE, **options).kv_bytes
-
     n_attending = sum(kind.attends for kind in layer_kinds(model))
-    slots = 2 * len(input_ids) * n_attending * 2 * 8 * 11 * 4  # keys and values of 8 + 3 slots
-    assert n_bytes(12) == n_bytes(20) > slots
+    slots = 2 * len(LENS) * n_attending * 2 * 8 * 11 * 4  # keys and values of 8 + 3 slots
+    few, many = (roll_out(model, max_new_tokens=n).kv_bytes for n in (12, 20))
+    assert few == many > slots
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -47,12 +47,6 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(checkpoint, tm
     assert load_causal_lm(tmp_path / "new", torch.float32).num_parameters() == loaded.num_parameters()
 
 
-def test_a_folder_without_weights_is_named(checkpoint):
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"holds no weights \(no \*\.safetensors\)"):
-        load_causal_lm(checkpoint, torch.float32)
-
-
 def change_weights(folder, change):
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -178,10 +172,40 @@ def test_an_index_names_regular_safetensors_of_the_folder_alone(checkpoint, tmp_
     load_causal_lm(snapshot, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["../w.safetensors", "/w.safetensors", "adapter_model.bin", 7])
-def test_a_config_names_weights_of_its_own_folder(checkpoint, name):
-    change_json(checkpoint / "config.json", transformers_weights=name)
-    with pytest.raises(ValueError, match=r"must name files \*\.safetensors.* of its own folder.*got"):
+def in_config(**values):
+    return lambda folder: change_json(folder / "config.json", **values)
+
+
+def with_a_link_to_elsewhere(folder):
+    """An export copies the tokenizer's files, and so what a link leads to."""
+    (folder.parent / "secret").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "x.jinja").symlink_to(folder.parent / "secret")
+
+
+def as_whole_numbers(folder):
+    change_weights(folder, lambda weights: weights.update({n: p.to(torch.int8) for n, p in weights.items()}))
+
+
+OF_ITS_FOLDER = r"must name files \*\.safetensors.* of its own folder.*got"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), r"holds no weights \(no \*\.safetensors\)"),
+        *(
+            (in_config(transformers_weights=name), OF_ITS_FOLDER)
+            for name in ("../w.safetensors", "/w.safetensors", "adapter_model.bin", 7)
+        ),
+        (in_config(num_labels=10**9), "num_labels of at most 100,000"),
+        (with_a_link_to_elsewhere, r"x\.jinja leads out of the model's folder"),
+        (as_whole_numbers, "must have weights of floats"),
+    ],
+)
+def test_a_folder_that_no_model_is_in_is_refused(checkpoint, change, says):
+    change(checkpoint)
+    with pytest.raises(ValueError, match=says):
         load_causal_lm(checkpoint, torch.float32)
 
 
@@ -274,27 +298,3 @@ def test_without_bitsandbytes_its_extra_is_named(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r'needs bitsandbytes; pip install -e "\.\[quant\]"'):
         load_causal_lm(checkpoint, torch.float32, quantization="4bit", device=torch.device("cuda"))
-
-
-def test_files_that_lead_out_of_the_folder_are_refused(checkpoint, tmp_path):
-    # An export copies the tokenizer's files, and so what a link leads to.
-    (tmp_path / "secret").write_text("{{ messages }}")
-    templates = checkpoint / "additional_chat_templates"
-    templates.mkdir()
-    (templates / "x.jinja").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=r"x\.jinja leads out of the model's folder"):
-        load_causal_lm(checkpoint, torch.float32)
-
-
-def test_weights_of_whole_numbers_are_refused(checkpoint):
-    file = checkpoint / "model.safetensors"
-    save_file({name: (100 * part).to(torch.int8) for name, part in load_file(file).items()}, file)
-    with pytest.raises(ValueError, match="must have weights of floats"):
-        load_causal_lm(checkpoint, torch.float32)
-
-
-def test_as_many_labels_as_no_model_has_are_refused(checkpoint):
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, "num_labels": 10**9}))
-    with pytest.raises(ValueError, match="num_labels of at most 100,000"):
-        load_causal_lm(checkpoint, torch.float32)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.models.packing import cut_into_passes, packed, passes, unpacked
-from lit_rlkv.models.replay import replay_logps
+from lit_rlkv.models.packing import cut_into_passes, packed, unpacked
 from lit_rlkv.types import NEVER, Record, Rollout
-from tests.hand_built import make_model, tokens_of
+from tests.hand_built import tokens_of
 
 T, F = True, False
 LENGTHS = torch.tensor([3, 9, 4, 4, 20, 1, 9, 2])
@@ -155,46 +154,3 @@ def test_unpacking_undoes_packing_on_the_response(seed: int):
         assert torch.equal(back, rollout.rollout_logps[rows])
         shifted = unpacked(part.rollout_logps.roll(1, dims=1), rollout.attention_mask, rows)
         assert not torch.equal(shifted, rollout.rollout_logps[rows])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_each_query_sees_the_same_keys_after_packing(seed: int):
-    def keys_seen(rollout: Rollout) -> list[list[int]]:
-        """Return for each row, layer, head and real query the number of keys of its row that it sees."""
-        columns = torch.arange(rollout.input_ids.shape[1])
-        sees = (columns[:, None] >= columns) & (columns[:, None] < rollout.evicted_at[..., None, :])
-        n_seen = (sees & rollout.attention_mask[:, None, None, None, :]).sum(dim=-1)
-        return [
-            n_seen[row][..., is_real].flatten().tolist() for row, is_real in enumerate(rollout.attention_mask)
-        ]
-
-    rollout = ragged_rollout(seed)
-    rows = torch.tensor([5, 1, 3])
-    part = packed(rollout, rollout.attention_mask, rows)
-    assert keys_seen(part) == keys_seen(rollout.rows(rows))
-    left_behind = part.with_record(evicted_at=one_later(part.evicted_at))
-    assert keys_seen(left_behind) != keys_seen(part)
-
-
-def one_later(evicted_at: Tensor) -> Tensor:
-    return torch.where((evicted_at > 0) & (evicted_at < NEVER), evicted_at + 1, evicted_at)
-
-
-@pytest.mark.parametrize("limit", [1, 30, 10_000])
-@pytest.mark.parametrize("seed", range(4))
-def test_log_probs_of_packed_rows_are_those_of_the_rollout(seed: int, limit: int):
-    model, rollout = make_model(), ragged_rollout(seed)
-
-    def by_passes(change) -> Tensor:
-        found = torch.full(rollout.input_ids.shape, torch.nan)
-        for rows, part in passes(rollout, limit):
-            assert part.input_ids.numel() <= limit or len(rows) == 1
-            changed = part.with_record(evicted_at=change(part.evicted_at))
-            logps = replay_logps(model, changed, shadow=True, temperature=0.8)
-            found[rows] = unpacked(logps, rollout.attention_mask, rows)
-        return found
-
-    with torch.no_grad():
-        expected = replay_logps(model, rollout, shadow=True, temperature=0.8)
-        assert (by_passes(lambda evicted_at: evicted_at) - expected).abs().max() < 1e-5
-        assert (by_passes(one_later) - expected).abs().max() > 1e-2

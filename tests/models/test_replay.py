@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -6,28 +7,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import NEVER, Rollout
-from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
+from tests.models_zoo import VOCAB, tiny_model
+from tests.rollouts import TOLERANCE, gap, roll_out
 
-SPEC = CacheSpec(policy="h2o", budget=8, interval=3, sink=1, window=3)
 
-
-def sampled(cache: CacheSpec = SPEC, temperature: float = 1.0, eos: int | None = 5) -> Rollout:
-    return generate(
-        tiny_model(),
-        *ragged_prompts(),
-        cache=cache,
-        max_new_tokens=16,
-        eos_token_id=eos,
-        pad_token_id=PAD,
-        temperature=temperature,
-        generator=torch.Generator().manual_seed(0),
-    )
+def sampled(cache: str = "h2o", **options: Any) -> Rollout:
+    return roll_out("llama", cache, **{"max_new_tokens": 16, "eos_token_id": 5} | options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
@@ -126,15 +115,7 @@ def test_gradient_checkpointing_changes_neither_log_probs_nor_gradients():
 def test_a_model_that_trains_with_gradient_checkpointing_can_sample():
     checkpointed = copy.deepcopy(tiny_model()).train()
     checkpointed.activation_checkpointing_enable()
-    again = generate(
-        checkpointed,
-        *ragged_prompts(),
-        cache=SPEC,
-        max_new_tokens=16,
-        eos_token_id=5,
-        pad_token_id=PAD,
-        generator=torch.Generator().manual_seed(0),
-    )
+    again = roll_out(checkpointed, "h2o", max_new_tokens=16, eos_token_id=5)
     assert torch.equal(again.input_ids, sampled().input_ids)
     assert torch.equal(again.evicted_at, sampled().evicted_at)
 
@@ -207,16 +188,13 @@ def with_adapter(dropout: float) -> PreTrainedModel:
 
 
 def test_dropout_that_came_after_the_preparation_is_refused_where_it_is_active():
-    rollout, prompts = sampled(), ragged_prompts()
-    options = {"cache": SPEC, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": PAD}
-    model = with_adapter(0.05)
+    rollout, model = sampled(), with_adapter(0.05)
     with pytest.raises(ValueError, match=f"lora_dropout.*{NOISE}"):
         replay_logps(model, rollout)
     with pytest.raises(ValueError, match=f"lora_dropout.*{NOISE}"):
-        generate(model, *prompts, **options)
+        roll_out(model, max_new_tokens=4)
     for quiet in (with_adapter(0.0), with_adapter(0.05).eval()):
-        found = generate(quiet, *prompts, **options)
-        assert (replay_logps(quiet, found) - found.rollout_logps).abs().max() < 1e-4
+        assert gap(quiet, roll_out(quiet, max_new_tokens=4)) < TOLERANCE
 
 
 def test_the_noise_of_neftune_is_refused_where_it_is_active():
@@ -284,7 +262,7 @@ def test_masks_of_0_and_1_are_taken_as_transformers_has_them():
 
 
 def test_one_table_for_all_layers_and_heads_and_any_time_of_never_is_a_record():
-    rollout = sampled(CacheSpec(policy="streaming", budget=8, interval=3, sink=1, window=3))
+    rollout = sampled("streaming")
     expected = replay_logps(tiny_model(), rollout)
     one = rollout.evicted_at[:, :1, :1].long()
     foreign = rollout.with_record(evicted_at=one.where(one != NEVER, torch.iinfo(torch.int64).max))

@@ -12,33 +12,20 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from lit_rlkv import prepare_backbone, replay_logps
 from lit_rlkv.experience.score import score_rollout
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import hydra, preparation
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.routing import expert_dtype, routers_of
-from lit_rlkv.rollout import decoder, generate
-from lit_rlkv.types import OWN_CHOICE, Rollout
-from tests.explicit_routing import given_experts, own_choice, perturb
-from tests.fuzz import explicit
+from lit_rlkv.types import Rollout
+from tests.explicit_routing import own_choice, perturb
 from tests.hand_built import LORA, TRAINED_HEAD, shift
-from tests.models_zoo import MOE_FAMILIES, PAD, SIZE, build, ragged_prompts, tiny_config, tiny_model
-
-EVICTING = CacheSpec("snapkv", budget=9, interval=3, sink=1, window=3)
-N_NEW = 12
+from tests.models_zoo import MOE_FAMILIES, SIZE, build, tiny_config, tiny_model
+from tests.rollouts import gap, roll_out
 
 
-def sample(model: PreTrainedModel, **changes) -> Rollout:
-    settings = {
-        "cache": EVICTING,
-        "max_new_tokens": N_NEW,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-        "generator": torch.Generator().manual_seed(0),
-        "num_return_sequences": 2,
-        "record_routing": True,
-    }
-    return generate(model, *ragged_prompts(), **settings | changes)
+def sample(model: PreTrainedModel, cache: str = "snapkv", **options) -> Rollout:
+    options = {"num_return_sequences": 2, "record_routing": True, "max_new_tokens": 12} | options
+    return roll_out(model, cache, **options)
 
 
 @cache
@@ -46,75 +33,16 @@ def rolled_out(family: str) -> Rollout:
     return sample(tiny_model(family))
 
 
-def updated(family: str, *, is_prepared: bool = True) -> PreTrainedModel:
+def updated(family: str) -> PreTrainedModel:
     """The model of `rolled_out` after an update that makes other experts the best ones."""
-    model = build(tiny_config(family))
-    model = prepare_backbone(model) if is_prepared else model
+    model = prepare_backbone(build(tiny_config(family)))
     perturb(model)
     return model
 
 
-def gap(model: PreTrainedModel, rollout: Rollout, expected: Tensor | None = None, **options) -> float:
-    with torch.no_grad():
-        found = replay_logps(model, rollout, **options)
-    return float((found - (rollout.rollout_logps if expected is None else expected)).abs().max())
-
-
-def shifted(rollout: Rollout) -> Rollout:
-    """Every token has the experts of the token before it."""
-    assert rollout.record.expert_ids is not None
-    return rollout.with_record(expert_ids=rollout.record.expert_ids.roll(1, dims=-1))
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_the_learner_computes_what_the_sampler_did(family: str):
-    rollout = rolled_out(family)
-    assert rollout.record.expert_ids is not None
-    assert gap(tiny_model(family), rollout) < 1e-4
-    # where no forward ran there is nothing to take
-    is_read = rollout.attention_mask.clone()
-    is_read[:, -1] = False
-    is_recorded = rollout.record.expert_ids != OWN_CHOICE
-    assert torch.equal(is_recorded, is_read[:, None, None].expand_as(is_recorded))
-    assert gap(tiny_model(family), shifted(rollout)) > 1e-2
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("shadow", [True, False])
-def test_after_an_update_the_experts_are_the_recorded_ones_with_weights_and_gradients_of_today(
-    family: str, shadow: bool
-):
-    rollout = rolled_out(family)
-    model, own_model = updated(family), updated(family, is_prepared=False)
-    weight = torch.randn(rollout.input_ids.shape, generator=torch.Generator().manual_seed(1))
-    replayed = replay_logps(model, rollout, shadow=shadow)
-    (replayed * weight).sum().backward()
-    seen = rollout if shadow else rollout.with_record(evicted_at=dense_table(rollout))
-    with given_experts(own_model, rollout.record.expert_ids):
-        own, _ = explicit.log_probs(own_model, seen, 1.0)
-    (own * weight).sum().backward()
-    assert float((replayed - own).abs().max()) < 1e-4
-    theirs = dict(own_model.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        expected = theirs[name].grad
-        assert expected is not None
-        error = float((parameter.grad - expected).abs().max())
-        assert error <= 1e-3 * max(float(expected.abs().max()), 1e-2), (name, error)
-    for router in routers_of(model):
-        assert float(router.module.weight.grad.abs().max()) > 1e-4
-    # without the record, or with that of the token before, it is another function
-    assert gap(model, rollout.with_record(expert_ids=None), own, shadow=shadow) > 1e-2
-    assert gap(model, shifted(rollout), own, shadow=shadow) > 1e-2
-
-
-def dense_table(rollout: Rollout) -> Tensor:
-    return torch.full_like(rollout.evicted_at, 2**30)
-
-
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_record_is_what_transformers_chooses_for_each_token(family: str):
-    rollout = sample(tiny_model(family), cache=CacheSpec.dense())
+    rollout = sample(tiny_model(family), "dense")
     assert rollout.record.expert_ids is not None
     model = build(tiny_config(family))  # with its own attention, and no padding
     for row, is_token in enumerate(rollout.attention_mask):
@@ -131,29 +59,6 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
     assert plain.record.expert_ids is None
     assert torch.equal(plain.rollout_logps, rollout.rollout_logps)
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("spec", [EVICTING, CacheSpec.dense()], ids=["evicting", "dense"])
-def test_rows_that_are_reused_or_renumbered_keep_their_own_experts(spec, temperature, monkeypatch):
-    monkeypatch.setattr(decoder, "FIRST_TOKENS", 2)  # so that a dense cache grows
-    model = tiny_model("qwen3_moe")
-    at_once = sample(model, cache=spec, temperature=temperature)
-    ends = at_once.input_ids[:, 15].unique().tolist()[:2]
-    few = sample(model, cache=spec, temperature=temperature, eos_token_id=ends, max_rows=2)
-    assert len(set(few.response_mask.sum(dim=1).tolist())) > 2
-    if temperature == 0:
-        is_same = few.attention_mask.clone()
-        is_same[:, 1:] &= few.attention_mask[:, :-1]
-        for row, length in enumerate(few.attention_mask.sum(dim=1)):
-            end = int(few.attention_mask[row].nonzero().max())
-            assert torch.equal(
-                few.record.expert_ids[row, ..., :end], at_once.record.expert_ids[row, ..., :end]
-            ), length
-            assert (few.record.expert_ids[row, ..., end:] == OWN_CHOICE).all()
-    else:
-        assert gap(model, few) < 1e-4
-        assert gap(model, shifted(few)) > 1e-2
 
 
 ATTENTION_LORA = replace(LORA, target_modules=["q_proj", "v_proj"])

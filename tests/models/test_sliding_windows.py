@@ -11,9 +11,9 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import preparation as preparation_module
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.backbone import layer_kinds, within_windows
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import Record
-from tests.models_zoo import SIZE, build, own_logps, ragged_prompts, tiny_config
+from tests.models_zoo import SIZE, build, own_logps, tiny_config
+from tests.rollouts import gap, roll_out
 
 N_NEW = 40
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -54,16 +54,10 @@ def window_of(family):
     return CASES[family].get("sliding_window") or CASES[family]["attention_chunk_size"]
 
 
-def sampled(model, cache, **options):
-    input_ids, mask = ragged_prompts()
-    options = {"num_return_sequences": 2, "generator": torch.Generator().manual_seed(1)} | options
-    settings = {"max_new_tokens": N_NEW, "eos_token_id": 3, "pad_token_id": 0}
-    return generate(model, input_ids, mask, cache=cache, **settings, **options)
-
-
-def gap(model, rollout, **changes):
-    replayed = replay_logps(model, rollout, **changes)
-    return float((replayed - rollout.rollout_logps).abs().max())
+def sampled(model, cache):
+    generator = torch.Generator().manual_seed(1)
+    options = {"num_return_sequences": 2, "eos_token_id": 3, "generator": generator}
+    return roll_out(model, cache, max_new_tokens=N_NEW, **options)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -132,22 +126,6 @@ def test_heads_of_a_layer_with_fewer_of_them_stand_repeated_in_the_table():
     assert rollout.kv_bytes == 2 * n_rows * dim * 4 * (4 * 5 + 2 * (9 + 3) + 4 * 5)
     rollout.evicted_at[:, 1] = full.flip(1)
     assert gap(model, rollout) > 1e-2
-
-
-@pytest.mark.parametrize("options", [{"max_rows": 4}, {"top_p": 0.8}, {"temperature": 0.5}])
-def test_refilled_rows_and_truncated_sampling_are_exact_too(options):
-    model = prepare_backbone(windowed("gemma3"))
-    spec = CacheSpec("snapkv", budget=8, interval=2, sink=1, window=3)
-    assert gap(model, sampled(model, spec, **options)) < 1e-4
-
-
-def test_a_dense_cache_that_grows_keeps_its_rings(monkeypatch):
-    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 3)
-    model = prepare_backbone(windowed("gemma3"))
-    grown = sampled(model, CacheSpec.dense())
-    monkeypatch.undo()
-    assert torch.equal(grown.input_ids, sampled(model, CacheSpec.dense()).input_ids)
-    assert gap(model, grown) < 1e-4
 
 
 def test_a_window_wider_than_the_sequence_changes_nothing():

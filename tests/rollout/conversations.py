@@ -4,8 +4,17 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Timer
+from typing import Any
 
+from transformers import PreTrainedModel
+
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.types import Rollout
 from tests.models_zoo import VOCAB
+from tests.rollouts import LONG, roll_out
+
+ENDS = (5, 6, 7, 8)
+"""Several end tokens, so that turns end soon."""
 
 
 class Talk:
@@ -33,3 +42,9 @@ class Talk:
             return []
         self.given.setdefault(place, []).append([self.rng.randrange(1, VOCAB) for _ in range(n)])
         return self.given[place][-1]
+
+
+def talk_through(model: PreTrainedModel | str, cache: CacheSpec | str, talk: Talk, **options: Any) -> Rollout:
+    """Sample two responses to each prompt, which go on after the answers of `talk`."""
+    settings: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": ENDS, "num_return_sequences": 2}
+    return roll_out(model, cache, LONG, conversations=talk, **settings | options)

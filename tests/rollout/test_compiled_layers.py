@@ -10,31 +10,18 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from lit_rlkv.models import replay_logps
 from lit_rlkv.models.compiled_layers import CompiledLayers, check_compiler
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
-from tests.models_zoo import MOE_FAMILIES, PAD, ragged_prompts, tiny_model
-from tests.rollout.test_generate import spec_of
+from tests.models_zoo import MOE_FAMILIES, tiny_model
+from tests.rollouts import gap, roll_out
 from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
 
 
 def sample(family: str, device: str, *, compile_layers: bool) -> Rollout:
-    input_ids, is_prompt = ragged_prompts()
-    return generate(
-        tiny_model(family).to(device),
-        input_ids.to(device),
-        is_prompt.to(device),
-        cache=spec_of("snapkv"),
-        max_new_tokens=20,
-        eos_token_id=None,
-        pad_token_id=PAD,
-        generator=torch.Generator(device).manual_seed(0),
-        compile_layers=compile_layers,
-        record_routing=family in MOE_FAMILIES,
-    )
+    options = {"compile_layers": compile_layers, "record_routing": family in MOE_FAMILIES}
+    return roll_out(tiny_model(family).to(device), max_new_tokens=20, **options)
 
 
 @torch.no_grad()
@@ -49,17 +36,13 @@ def compared(family: str, device: str) -> str:
     if compiled.record.expert_ids is not None:
         shifted = compiled.with_record(expert_ids=compiled.record.expert_ids.roll(1, dims=-1))
 
-    def gap(rollout: Rollout) -> float:
-        replayed = replay_logps(tiny_model(family), rollout)
-        return (replayed - rollout.rollout_logps)[rollout.response_mask].abs().max().item()
-
     facts = {
         "graphs": graphs,
         "same_tokens": [torch.equal(eager.input_ids, other.input_ids) for other in (compiled, again)],
         "same_evictions": torch.equal(eager.evicted_at, compiled.evicted_at),
         "difference": (compiled.rollout_logps - eager.rollout_logps).abs().max().item(),
-        "replay_gap": gap(compiled),
-        "gap_of_shifted": gap(shifted),
+        "replay_gap": gap(family, compiled),
+        "gap_of_shifted": gap(family, shifted),
     }
     return json.dumps(facts)
 

@@ -11,7 +11,8 @@ from lit_rlkv.kvcache import POLICIES, SlotCache
 from lit_rlkv.types import Rollout
 from tests.models_zoo import LAYERS
 from tests.rollout.recorded import RecordedRunner
-from tests.rollout.test_decoder import LENS, run, same, stops
+from tests.rollout.test_decoder import LENS, run, stops
+from tests.rollouts import same
 from tests.tiers import short_tier
 
 CASES = short_tier([*POLICIES, "dense"], ["h2o", "snapkv", "random", "dense"])

@@ -8,34 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.decode_loop import decode_all, steps_to_check
 from lit_rlkv.rollout.decoder import Decoder
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
+from tests.rollouts import LENS, roll_out, same, spec_of
 from tests.tiers import slow
 
 N_NEW = 20
-LENS = (14, 9, 4, 1)
 WIDTH = max(LENS)
 
 
-def spec_of(policy: str) -> CacheSpec:
-    return CacheSpec(policy=policy, budget=8, interval=3, sink=1, window=3)
-
-
 def run(input_ids: Tensor | None = None, is_prompt: Tensor | None = None, **changes: Any) -> Rollout:
+    settings: dict[str, Any] = {"max_new_tokens": N_NEW} | changes
     if input_ids is None or is_prompt is None:
-        input_ids, is_prompt = ragged_prompts(LENS)
-    settings: dict[str, Any] = {
-        "cache": spec_of("snapkv"),
-        "max_new_tokens": N_NEW,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-        "generator": torch.Generator().manual_seed(0),
-    }
-    return generate(tiny_model(), input_ids, is_prompt, **{**settings, **changes})
+        return roll_out(**settings)
+    return generate(
+        tiny_model(),
+        input_ids,
+        is_prompt,
+        **{"cache": spec_of("snapkv"), "eos_token_id": None, "pad_token_id": PAD} | settings,
+    )
 
 
 @cache
@@ -57,27 +52,22 @@ def eos() -> int:
 def test_without_a_pad_token_responses_are_padded_by_the_end_token():
     found = run(eos_token_id=[eos(), PAD], pad_token_id=None, temperature=0.0)
     known = run(eos_token_id=[eos(), PAD], pad_token_id=eos(), temperature=0.0)
-    assert equal(found, known)
+    assert same(found, known)
     assert bool((found.input_ids[:, WIDTH:][~found.attention_mask[:, WIDTH:].bool()] == eos()).all())
     with pytest.raises(ValueError, match="pad_token_id must be given where there is no eos_token_id"):
         run(pad_token_id=None)
 
 
-def equal(a: Rollout, b: Rollout) -> bool:
-    names = ("input_ids", "attention_mask", "response_mask", "rollout_logps", "evicted_at")
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
-
-
 def test_the_same_seed_gives_the_same_rollout_and_another_another():
     first, again, other = (run(generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
-    assert equal(first, again)
+    assert same(first, again)
     assert not torch.equal(first.input_ids, other.input_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_attention_masks_of_any_type_mean_the_same(dtype: torch.dtype):
     input_ids, is_prompt = ragged_prompts(LENS)
-    assert equal(run(input_ids, is_prompt.to(dtype)), run())
+    assert same(run(input_ids, is_prompt.to(dtype)), run())
 
 
 def test_prompts_come_first_and_every_later_column_is_a_response_token():
@@ -117,8 +107,8 @@ def test_any_of_several_end_of_sequence_tokens_ends_a_row():
     expected = [min(i for i, token in enumerate(row) if token in several) + 1 for row in responses]
     assert rollout.response_mask.sum(dim=1).tolist() == expected
     expected_one = run(eos_token_id=eos(), temperature=0.0)
-    for same in ([eos()], torch.tensor(eos()), torch.tensor([eos()]), np.int64(eos()), np.array([eos()])):
-        assert equal(run(eos_token_id=same, temperature=0.0), expected_one)
+    for one in ([eos()], torch.tensor(eos()), torch.tensor([eos()]), np.int64(eos()), np.array([eos()])):
+        assert same(run(eos_token_id=one, temperature=0.0), expected_one)
     for wrong in (2.0, True, "2", torch.tensor([2.5])):
         with pytest.raises(ValueError, match="eos_token_id must be"):
             run(eos_token_id=wrong)
@@ -166,7 +156,7 @@ def test_rows_do_not_depend_on_who_shares_the_batch(policy: str):
     settings = {"cache": spec_of(policy), "temperature": 0.0, "eos_token_id": eos()}
     together = run(**settings)
     permutation = torch.tensor([2, 0, 3, 1])
-    assert equal(run(input_ids[permutation], is_prompt[permutation], **settings), together.rows(permutation))
+    assert same(run(input_ids[permutation], is_prompt[permutation], **settings), together.rows(permutation))
     alone, n = (
         run(input_ids[1:2], is_prompt[1:2], **settings),
         int(together.attention_mask[1].nonzero().max()) + 1,
@@ -202,7 +192,7 @@ def test_how_often_finished_rows_are_looked_for_changes_no_row(
     at_once = run(**settings)
 
     check_rarely(check_every, monkeypatch)
-    assert equal(run(**settings), at_once)
+    assert same(run(**settings), at_once)
 
 
 @pytest.mark.parametrize(
@@ -214,87 +204,48 @@ def test_checks_divide_an_interval_into_few_parts(interval: int | None, steps: l
     assert [steps_to_check(n, 16, interval) for n in n_done] == steps
 
 
-def test_the_policies_evict_and_do_so_differently():
-    tables = [
-        unstopped(policy).evicted_at for policy in ("streaming", "h2o", "snapkv", "rkv", "tova", "knorm")
-    ]
-    for table in tables:
-        assert ((table > 0) & (table < NEVER)).float().mean() > 0.3
-    assert not any(torch.equal(a, b) for i, a in enumerate(tables) for b in tables[:i])
-
-
-def test_a_single_new_token_needs_no_decoding():
-    rollout = run(max_new_tokens=1)
-    assert rollout.input_ids.shape[1] == WIDTH + 1
-    assert (
-        rollout.evicted_at[rollout.attention_mask[:, None, None].expand_as(rollout.evicted_at)] == NEVER
-    ).all()
-
-
 def test_no_gradient_is_recorded():
     assert not run().rollout_logps.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_new_tokens": 0}, r"max_new_tokens must be a whole number of at least 1, got 0"),
-        ({"temperature": -0.5}, r"temperature must be .*, got -0\.5; 0 decodes greedily"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        run(**changes)
+def mask(*rows: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.ones(len(rows), 3, dtype=torch.long), torch.tensor(rows)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[1, 1, 0]], "not left-padded; put padding first"),
-        ([[1, 0, 1]], "not left-padded; put padding first"),
-        ([[0, 0, 0], [1, 1, 1]], "a prompt is empty"),
-        (
-            [[1, 1]],
-            r"attention_mask must have the shape of input_ids \(1, 3\), got \(1, 2\)",
-        ),
-    ],
-)
-def test_prompts_that_are_not_left_padded_are_refused(rows: list[list[int]], message: str):
-    mask = torch.tensor(rows)
-    with pytest.raises(ValueError, match=message):
-        run(torch.ones(len(rows), 3, dtype=torch.long), mask)
+REFUSED: list[tuple[dict[str, Any], tuple[Tensor, ...], str]] = [
+    ({"max_new_tokens": 0}, (), r"max_new_tokens must be a whole number of at least 1, got 0"),
+    ({"temperature": -0.5}, (), r"temperature must be .*, got -0\.5; 0 decodes greedily"),
+    ({}, mask([1, 1, 0]), "not left-padded; put padding first"),
+    ({}, mask([1, 0, 1]), "not left-padded; put padding first"),
+    ({}, mask([0, 0, 0], [1, 1, 1]), "a prompt is empty"),
+    ({}, mask([1, 1]), r"attention_mask must have the shape of input_ids \(1, 3\), got \(1, 2\)"),
+    (
+        {},
+        (torch.ones(1, 3, dtype=torch.int32), torch.ones(1, 3)),
+        r"a torch.long tensor \[batch, prompt\], got torch.int32",
+    ),
+    (
+        {},
+        (torch.ones(0, 3, dtype=torch.long), torch.ones(0, 3)),
+        "at least one prompt of one token",
+    ),
+    (
+        {},
+        (torch.ones(2, 0, dtype=torch.long), torch.ones(2, 0)),
+        "at least one prompt of one token",
+    ),
+    (
+        {},
+        (torch.full((1, 3), VOCAB), torch.ones(1, 3)),
+        "a prompt holds token 64, but LlamaForCausalLM has 64 embeddings",
+    ),
+]
 
 
-def test_token_ids_of_another_type_are_refused():
-    with pytest.raises(ValueError, match=r"a torch.long tensor \[batch, prompt\], got torch.int32"):
-        run(torch.ones(1, 3, dtype=torch.int32), torch.ones(1, 3, dtype=torch.long))
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_prompts_are_refused(shape: tuple[int, int]):
-    with pytest.raises(ValueError, match=r"input_ids must hold at least one prompt of one token"):
-        run(torch.zeros(shape, dtype=torch.long), torch.ones(shape))
-
-
-def test_a_prompt_of_another_vocabulary_is_refused():
-    input_ids, is_prompt = ragged_prompts()
-    input_ids[0, -1] = VOCAB
-    with pytest.raises(ValueError, match="a prompt holds token 64, but LlamaForCausalLM has 64 embeddings"):
-        generate(
-            tiny_model(),
-            input_ids,
-            is_prompt,
-            cache=CacheSpec.dense(),
-            max_new_tokens=2,
-            eos_token_id=None,
-            pad_token_id=PAD,
-        )
-
-
-def test_tokens_stay_in_the_vocabulary():
-    rollout = run()
-    assert rollout.input_ids.min() >= 0
-    assert rollout.input_ids.max() < VOCAB
+@pytest.mark.parametrize(("changes", "prompts", "says"), REFUSED)
+def test_what_cannot_be_sampled_is_refused(changes: dict[str, Any], prompts: tuple[Tensor, ...], says: str):
+    with pytest.raises(ValueError, match=says):
+        run(*prompts, **changes)
 
 
 @pytest.mark.parametrize("max_rows", [None, 4, 3])
@@ -363,7 +314,7 @@ def test_ended_responses_are_read_where_the_host_waits_anyway_and_given_while_st
     events.clear()
     watched = run(**settings, on_finished=lambda *_: events.append("g"))
     order = "".join(events)
-    assert equal(watched, plain)
+    assert same(watched, plain)
     assert without == order.replace("r", "").replace("g", "")
     assert order.count("r") == order.count("g") >= 2
     # 18 steps with a check after every third. What was read then is given after three more, or at the end.

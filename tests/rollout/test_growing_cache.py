@@ -8,30 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from lit_rlkv import replay_logps
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.kvcache.slots import Slots
 from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.rollout import decoder, generate
-from lit_rlkv.types import NEVER, Rollout
-from tests.models_zoo import HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config, tiny_model
+from lit_rlkv.types import Rollout
+from tests.models_zoo import HEAD_DIM, LAYERS, PAD, build, ragged_prompts, tiny_config
+from tests.rollouts import LENS, gap, roll_out
 
-LENS = (14, 9, 4, 1)
 WIDTH = max(LENS)
 N_NEW, FIRST = 40, 5
 SLOT_BYTES = 2 * LAYERS * 2 * HEAD_DIM * 4
 """Keys and values of a token, in two KV heads, float32."""
 
 
-def run(**changes: Any) -> Rollout:
-    settings: dict[str, Any] = {
-        "cache": CacheSpec.dense(),
-        "max_new_tokens": N_NEW,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-        "generator": torch.Generator().manual_seed(0),
-    }
-    return generate(tiny_model(), *ragged_prompts(LENS), **{**settings, **changes})
+def run(cache: str | CacheSpec = "dense", **changes: Any) -> Rollout:
+    return roll_out("llama", cache, max_new_tokens=N_NEW, **changes)
 
 
 @cache
@@ -119,37 +111,15 @@ def test_a_compiled_step_keeps_its_rows(sizes: list, monkeypatch: pytest.MonkeyP
     assert close(grown, run(**settings, generator=torch.Generator().manual_seed(0)))
 
 
-def test_a_row_that_another_prompt_takes_over_grows_with_the_others(
-    sizes: list, monkeypatch: pytest.MonkeyPatch
-):
-    settings = {"eos_token_id": eos(), "temperature": 0.0, "max_rows": 2}
-    grown = run(**settings)
-    assert sizes[0][0] == 2
-    monkeypatch.setattr(decoder, "FIRST_TOKENS", N_NEW)
-    assert close(grown, run(**settings))
-
-
-@pytest.mark.parametrize("changes", [{}, {"max_rows": 2}], ids=["at once", "two rows"])
-def test_the_learner_finds_the_same_log_probs(changes: dict, sizes: list):
-    rollout = run(eos_token_id=list(range(4)), **changes)
-    assert sizes[-1][0] < changes.get("max_rows", 4)
-    gap = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs()[rollout.response_mask]
-    assert gap.max() < 1e-4
-    assert (
-        rollout.evicted_at[rollout.attention_mask[:, None, None].expand_as(rollout.evicted_at)] == NEVER
-    ).all()
-
-
 def test_keys_that_are_lost_on_the_way_are_noticed(sizes: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Slots, "widened", lambda slots, rows, n: slots.pool(len(rows), n))
     rollout = run()
     assert sizes
-    gap = (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs()[rollout.response_mask]
-    assert gap.max() > 1e-2
+    assert gap("llama", rollout) > 1e-2
 
 
 def test_an_evicting_cache_never_grows(sizes: list):
-    run(cache=CacheSpec(policy="snapkv", budget=8, interval=3, sink=1, window=3), eos_token_id=eos())
+    run("snapkv", eos_token_id=eos())
     assert sizes == []
 
 

@@ -1,22 +1,12 @@
 """The record of what the sampler kept: packed bits, the ring, rows that come and go, captured steps."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models import replay_logps
-from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.mask_record import N_SLOTS, MaskRecorder, pack_bits, unpack_bits
-from lit_rlkv.types import Rollout
-from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
-from tests.rollout.recorded import RecordedRunner
-
-EVICTS = CacheSpec("snapkv", budget=8, interval=3, sink=1, window=3)
-N_NEW = N_SLOTS + 9
-KINDS = {"top_k": {"top_k": 6}, "top_p": {"top_p": 0.7}, "all": {"top_k": 9, "top_p": 0.8, "min_p": 0.1}}
+from tests.models_zoo import VOCAB
+from tests.rollouts import TOLERANCE, gap, roll_out
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 64, 101])
@@ -94,18 +84,9 @@ def test_rows_of_different_lengths_become_one_record():
     assert masks.token_ids.tolist() == [5, 3, 7, 9]
 
 
-def run(cache: CacheSpec = EVICTS, **changes: Any) -> Rollout:
-    settings: dict[str, Any] = {
-        "max_new_tokens": N_NEW,
-        "eos_token_id": [3, 5, 11],
-        "pad_token_id": PAD,
-        "generator": torch.Generator().manual_seed(0),
-    }
-    return generate(tiny_model(), *ragged_prompts((14, 9, 4, 1, 6)), cache=cache, **{**settings, **changes})
-
-
-def check(rollout: Rollout) -> None:
-    """The record has a set for each response token, with that token, and replays the log-probs."""
+@pytest.mark.parametrize("options", [{"top_k": 6}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8, "min_p": 0.1}])
+def test_each_response_token_has_a_set_with_that_token(options: dict[str, float]):
+    rollout = roll_out(max_new_tokens=N_SLOTS + 9, eos_token_id=[3, 5, 11], max_rows=3, **options)
     masks = rollout.record.sampling_masks
     assert masks is not None
     assert torch.equal(masks.counts > 0, rollout.response_mask)
@@ -114,50 +95,14 @@ def check(rollout: Rollout) -> None:
         assert token in ids
         assert len(ids.unique()) == len(ids)
     assert int(masks.counts.max()) < VOCAB
-    with torch.no_grad():
-        assert (replay_logps(tiny_model(), rollout) - rollout.rollout_logps).abs().max() < 1e-4
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "all rows at once": {},
-    "prompts that wait for rows": {"max_rows": 2},
-    "samples of a prompt": {"max_rows": 3, "num_return_sequences": 3},
-    "dense": {"cache": CacheSpec.dense(), "max_rows": 3},
-    "checks of an interval": {"cache": CacheSpec("knorm", budget=16, interval=7, sink=1, window=3)},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_record_replays_however_rows_come_and_go(kind: str, way: str):
-    check(run(**WAYS[way], **KINDS[kind]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_record_survives_the_growth_of_a_dense_cache(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lit_rlkv.rollout.decoder.FIRST_TOKENS", 4)
-    check(run(CacheSpec.dense(), **KINDS[kind]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_runs_without_python_records_the_same(kind: str, monkeypatch: pytest.MonkeyPatch):
-    expected = run(max_rows=3, eos_token_id=3, **KINDS[kind])
-    monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
-    before = RecordedRunner.n_replays
-    found = run(max_rows=3, eos_token_id=3, **KINDS[kind])
-    assert RecordedRunner.n_replays > before + N_SLOTS
-    assert found.record.sampling_masks is not None
-    assert expected.record.sampling_masks is not None
-    assert torch.equal(found.input_ids, expected.input_ids)
-    assert torch.equal(found.record.sampling_masks.counts, expected.record.sampling_masks.counts)
-    assert torch.equal(found.record.sampling_masks.token_ids, expected.record.sampling_masks.token_ids)
+    assert gap("llama", rollout) < TOLERANCE
 
 
 def test_greedy_decoding_and_the_whole_vocabulary_have_no_record():
-    assert run(temperature=0.0, top_k=4).record.sampling_masks is None
-    assert run().record.sampling_masks is None
+    assert roll_out(temperature=0.0, top_k=4).record.sampling_masks is None
+    assert roll_out().record.sampling_masks is None
 
 
 def test_numbers_out_of_range_are_refused():
     with pytest.raises(ValueError, match="top_p must be a number above 0 and at most 1, got 0; 1 keeps"):
-        run(top_p=0)
+        roll_out(top_p=0)

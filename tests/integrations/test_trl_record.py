@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p through TRL's trainers: the learner renormalises over the tokens that were kept."""
+"""The record through TRL's trainers: the learner takes the keys, tokens, codes and experts of the sampler."""
 
 import pytest
 
@@ -8,63 +8,100 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lit_rlkv.integrations.trl import EvictingGRPOTrainer, EvictingRLOOTrainer
+from lit_rlkv.types import OWN_CHOICE
 from tests.integrations.trl_runs import (
     IN_TWO_PARTS,
     KEEPS_ALL,
     TWICE,
     Recorder,
     Watched,
+    build,
     completion_logits,
     kept_logits,
     tokenizer,
     train,
     train_plain,
 )
-from tests.tiers import slow
+from tests.models_zoo import build as build_network
+from tests.models_zoo import tiny_config
+from tests.rollouts import moved
+from tests.tiers import short_tier
 
-TOP_K, TOP_P, MIN_P = {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}
+N_EXPERTS = 4
+TOP_K, TOP_P, EXPERTS = {"top_k": 4}, {"top_p": 0.7}, {"replay_routing": True}
 ALL_THREE = {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}
-TRAINERS = [EvictingGRPOTrainer, slow(EvictingRLOOTrainer)]
 
 
-def gaps(rows):
-    return [row["kv/replay_gap"] for row in rows if "kv/replay_gap" in row]
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    vocabulary = tokenizer()
+    sizes = {"vocab_size": len(vocabulary), "num_experts": N_EXPERTS, "moe_intermediate_size": 24}
+    tokens = {"pad_token_id": vocabulary.pad_token_id, "eos_token_id": vocabulary.eos_token_id}
+    network = build_network(tiny_config("qwen3_moe", **sizes, **tokens))
+    folder = tmp_path_factory.mktemp("moe")
+    network.save_pretrained(folder)
+    return str(folder)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize(
-    ("options", "n_rollouts"),
-    [
-        slow(TOP_K, 3),
-        slow(TOP_P, 3),
-        slow(MIN_P, 3),
-        (ALL_THREE, 3),
-        slow(TOP_P | IN_TWO_PARTS, 3),
-        slow(TOP_P | TWICE, 2),
-        slow(TOP_K | {"steps_per_generation": 2, "per_device_train_batch_size": 4}, 2),
-        slow(TOP_P | {"mask_truncated_completions": True}, 3),
-        slow(TOP_P | {"pad_to_multiple_of": 8}, 3),
-        slow(TOP_P | {"gradient_checkpointing": False}, 3),
-        slow(TOP_P | {"cache_policy": "dense"}, 3),
-    ],
-    ids=str,
-)
-def test_the_learner_replays_the_tokens_that_the_sampler_kept(model, tmp_path, trainer, options, n_rollouts):
-    _, rows = train(model, tmp_path, trainer=trainer, **options)
-    assert len(gaps(rows)) == n_rollouts
-    assert max(gaps(rows)) < 1e-4
+def other_experts(rollout):
+    ids = rollout.record.expert_ids
+    return rollout.with_record(expert_ids=torch.where(ids == OWN_CHOICE, ids, (ids + 1) % N_EXPERTS))
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_without_the_record_of_kept_tokens_the_gap_is_far_above(model, tmp_path, trainer):
-    class Forgetful(trainer):
+def spoiled(trainer, change):
+    """Return the trainer with another record than the sampler's."""
+
+    class Spoiled(trainer):
         def sample(self, prompt_ids):
             found = super().sample(prompt_ids)
-            self._rollout = self._rollout.with_record(sampling_masks=None)
+            self._rollout = change(self._rollout)
             return found
 
-    _, rows = train(model, tmp_path, trainer=Forgetful, max_steps=1, **TOP_P)
-    assert gaps(rows)[0] > 0.1
+    return Spoiled
+
+
+PARTS = {
+    "evictions": ({}, moved),
+    "kept tokens": (ALL_THREE, lambda rollout: rollout.with_record(sampling_masks=None)),
+    "codes": ({"cache_dtype": "int4"}, lambda rollout: rollout.with_record(codes=None)),
+    "experts": (EXPERTS, other_experts),
+}
+"""Options with which a part is recorded, and a record that is wrong."""
+OPTIONS = [
+    {},
+    {"beta": 0.1},
+    IN_TWO_PARTS,
+    TWICE,
+    {"steps_per_generation": 2, "per_device_train_batch_size": 4},
+    {"mask_truncated_completions": True, "max_completion_length": 60},
+    {"pad_to_multiple_of": 8},
+    {"gradient_checkpointing": False},
+    {"model_init_kwargs": {"output_router_logits": True}, "beta": 0.1},
+]
+TRAINERS = [EvictingGRPOTrainer, EvictingRLOOTrainer]
+SHORT = [(part, number, EvictingGRPOTrainer) for number, part in enumerate(PARTS)]
+CASES = [
+    *SHORT,
+    *(
+        ("experts" if number == 8 else part, number, TRAINERS[(number + place) % 2])
+        for number in range(len(OPTIONS))
+        for place, part in enumerate(("kept tokens", "experts"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "number", "trainer"), short_tier(dict.fromkeys(CASES), SHORT))
+def test_the_learner_takes_what_the_sampler_recorded(model, experts, tmp_path, part, number, trainer):
+    more, change = PARTS[part]
+    options, folder = OPTIONS[number] | more, experts if part == "experts" else model
+    _, rows = train(folder, tmp_path, trainer=trainer, **options)
+    found = [row["kv/replay_gap"] for row in rows if "kv/replay_gap" in row]
+    assert len(found) == (2 if number in (3, 4) else 3)
+    assert 0 < max(found) < 1e-4  # 0 if no token counted
+    _, rows = train(folder, tmp_path, trainer=spoiled(trainer, change), **options | {"max_steps": 1})
+    assert rows[0]["kv/replay_gap"] > 1e-3
+    if "beta" in options:  # the reference, which is the policy before the first update, takes the same
+        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -166,3 +203,22 @@ def test_the_distillation_is_over_the_kept_tokens(model, tmp_path, distillation)
     expected = kl(kept_logps(dense, batch), kept_logps(sparse, batch))
     assert rows[0]["smd/kl"] == pytest.approx(expected, rel=1e-3)
     assert rows[0]["smd/kl"] != pytest.approx(kl(dense.log_softmax(-1), sparse.log_softmax(-1)), rel=5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distillation", ["none", "dense_student"])
+def test_layers_are_recomputed_with_the_experts_of_their_forward(experts, tmp_path, distillation):
+    def grad_norm(**options):
+        trainer = spoiled(EvictingGRPOTrainer, other_experts)
+        options = {"max_steps": 1, "distillation": distillation} | EXPERTS | options
+        return train(experts, tmp_path, trainer=trainer, **options)[1][0]["grad_norm"]
+
+    assert grad_norm(gradient_checkpointing=True) == pytest.approx(
+        grad_norm(gradient_checkpointing=False), rel=1e-5
+    )
+
+
+def test_reentrant_checkpointing_is_refused(experts, tmp_path):
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="use_reentrant"):
+        build(experts, tmp_path, **EXPERTS | options)
