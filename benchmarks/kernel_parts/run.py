@@ -74,25 +74,6 @@ def is_done(args: argparse.Namespace, name: str, op: str, label: str) -> bool:
     return True
 
 
-def tune(args: argparse.Namespace) -> str:
-    """Other configurations at the first size of each operation that `--only` lets through."""
-    from kernel_parts.tune import CANDIDATES
-    from kernel_parts.tune import tune as tune_case
-
-    setting, limit, tables = setting_of(args), TimeLimit(args.minutes), []
-    for op in [op for op in args.ops if op in CANDIDATES]:
-        builders = [(label, build) for label, build in CASES[op](setting) if args.only in label]
-        if not builders or is_done(args, "tune", op, builders[0][0]):
-            continue
-        found = tune_case(op, *builders[0], setting, limit)
-        release(setting.device)
-        record.append("tune", found.row())
-        tables.append(str(found))
-        print(f"{op}: tuned", flush=True)
-    print("\n" + "\n\n".join(tables))
-    return "\n\n".join(tables)
-
-
 def report(results: list[CaseResult], setting: Setting, limits: Ceilings) -> str:
     """Ceilings and a table for each operation."""
     precision = str(setting.dtype).removeprefix("torch.")
