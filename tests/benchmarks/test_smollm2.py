@@ -53,12 +53,6 @@ def test_a_seed_is_run_once_and_a_finished_folder_is_taken_as_it_is(tmp_path, st
     assert [row["seed"] for row in record.rows("smollm2")] == [0, 1]
 
 
-def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path):
-    assert not smollm2.is_finished(tmp_path)
-    write_run(tmp_path / "cut", finished=False)
-    assert not smollm2.is_finished(tmp_path / "cut")
-
-
 def test_the_table_has_wilson_intervals_and_the_gain_in_points(tmp_path, started):
     smollm2.run(2, tmp_path)
     line = smollm2.report(record.rows("smollm2")).splitlines()[-1]
