@@ -13,7 +13,7 @@ The embedding of the end token is such that it is never sampled: all responses h
 The model is the Qwen3 of the default run with four layers. With `--lengths` it has `--layers` of the 30 of
 SmolLM2-135M's shape and as small a share of its vocabulary, so that layers and head have their shares of the
 work; 16 responses, of which the first step is not counted unless it is the only one; memory is the peak of
-the whole process.
+the whole process. `--record` keeps rows in peers.jsonl, trl_side_by_side.jsonl or peers_long.jsonl.
 
 TRL runs with any Python that has `trl` and `datasets`:
 

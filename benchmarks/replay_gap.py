@@ -23,7 +23,8 @@ record, and the gaps: the mean over seeds, and the largest of all tokens.
 values. Printed is the gap of the learner with the record of the codes, of one without it, and of one that
 does not quantize.
 
-`--record` keeps rows; started again with it, evictions and codes measure what has no row yet.
+`--record` keeps rows, of logits in rounded_logits.jsonl, of choices in recorded_choices.jsonl and of codes in
+quantized_cache.jsonl; started again with it, evictions and codes measure what has no row yet.
 """
 
 import allocator  # noqa: F401  # isort: skip  (before torch)

@@ -18,7 +18,7 @@ from gpu_parts.stages import (
     pytest_command,
     run_command,
 )
-from gpu_parts.targets import Figure, figures
+from gpu_parts.targets import ROLLOUT, Figure, figures
 
 ROOT = Path(__file__).parents[2]
 LENT_MACHINE = Path(__file__).parent / "lent_machine"
@@ -71,6 +71,20 @@ def test_shares_and_ratios_are_read_off_the_rows_and_judged():
     found = by_name("B", {"kernels": [*rows, refused, wrong]})
     assert found["evict, 64 rows: refused: off by 5"].value is None
     assert found["decode with scores, 2048 slots, share of copy bandwidth"].verdict == "not measured"
+
+
+def test_a_test_counts_by_its_last_outcome():
+    rows = [{"test": "a", "outcome": "failed"}, {"test": "b", "outcome": "passed"}]
+    assert by_name("A", {"tests": rows})["tests that failed"].verdict == "missed"
+    found = by_name("A", {"tests": [*rows, {"test": "a", "outcome": "passed"}]})
+    assert (found["tests that passed"].value, found["tests that failed"].verdict) == (2, "met")
+    assert by_name("A", {})["tests that failed"].verdict == "not measured"
+
+
+def test_the_speed_of_the_rollout_has_a_target_on_an_h100_alone():
+    ours = {**ROLLOUT, "tokens_per_s": 29_000.0, "integrated": False, "compile_layers": False}
+    for device, verdict in (("NVIDIA H100 80GB HBM3", "missed"), ("NVIDIA H200", "")):
+        assert by_name("C", {"rollout": [ours | {"device": device}]})["rollout"].verdict == verdict
 
 
 def test_a_learner_out_of_memory_is_named():

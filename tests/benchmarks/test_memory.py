@@ -8,7 +8,7 @@ from hydra_parts.measure import check_backbones, measure_held
 from hydra_parts.plot import parts_at_peak
 from hydra_parts.runs import SFT, make_roles, make_run
 from hydra_parts.setting import PRESETS, Setting, job_of
-from live_bytes import LiveBytes, storage_bytes
+from live_bytes import CudaBytes, LiveBytes, storage_bytes
 from memory_model import LLAMA_7B, Decoder, Job, kv_bytes, peak_bytes, static_bytes, variant_of
 from torch.autograd.profiler import profile
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,6 +81,20 @@ def test_a_hydra_that_copied_its_backbone_is_refused():
     roles.backbones["copy"] = deepcopy(roles.named_backbone("shared"))
     with pytest.raises(ValueError, match="hydra holds 2 backbones by the storages"):
         check_backbones("hydra", roles)
+
+
+@pytest.mark.gpu
+def test_cuda_counts_from_what_was_there():
+    weight = torch.randn(64, 64, device="cuda")
+    other = torch.randn(64, 64, device="cuda")
+    with CudaBytes([weight]) as meter:
+        sums = [weight + 1.0, weight + 2.0]
+        del sums
+        kept = weight * 2.0
+        assert meter.peak_bytes() == 3 * weight.nbytes
+        meter.reset_peak()
+        assert meter.peak_bytes() == 2 * weight.nbytes
+    del other, kept
 
 
 def test_static_bytes_match_hand_arithmetic():

@@ -37,6 +37,12 @@ def test_a_cell_that_is_cut_off_has_an_estimate_and_is_measured_again(run, tmp_p
     assert not record.rows(NAME)[-1]["integrated"]
 
 
+def test_a_model_path_is_of_one_shape():
+    with pytest.raises(SystemExit):
+        parse(["--page", "model.path=x"])
+    assert parse(["--page", "model.path=x", "--shapes", "4b"]).overrides == ["model.path=x"]
+
+
 def test_the_page_is_that_of_the_record():
     assert PAGE.read_text(encoding="utf-8") == written(record.rows(NAME))
 

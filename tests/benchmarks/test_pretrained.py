@@ -7,8 +7,9 @@ import pretrained
 import pytest
 import record
 import torch
-from pretrained_parts import plot, rollouts, tables
+from pretrained_parts import plot, prompts, rollouts, tables
 from pretrained_parts.forced import compare, reference_of
+from pretrained_parts.prefills import StoredPrefills
 from pretrained_parts.results import Results
 from pretrained_parts.setting import FAST, cells
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -52,6 +53,37 @@ def test_given_responses_have_the_log_probs_and_the_overlap_of_the_rollout_that_
     # What the comparison would show of a cache that evicts other keys.
     other = compared(rollout, replace(SMALL, policy="streaming"))
     assert (other.logps - response(rollout.rollout_logps)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("policy", ["h2o", "random"])
+def test_a_stored_prefill_leaves_the_rollout_as_it_is(policy: str):
+    cache = CacheSpec(policy, budget=8, interval=2, sink=1, window=2)
+    expected = sampled(cache)
+    prefills = StoredPrefills(tiny_model("llama"))
+    with prefills.active():
+        sampled(CacheSpec.dense())
+        found = sampled(cache)
+    assert prefills.n_forwards == 1
+    assert torch.equal(found.input_ids, expected.input_ids)
+    assert torch.equal(found.evicted_at, expected.evicted_at)
+    assert torch.equal(sampled(cache).input_ids, expected.input_ids)  # the forward is back
+
+
+def test_documents_hold_the_answer_once_and_far_from_the_question():
+    for example in prompts.recall(20):
+        text, question = example.prompt.rsplit("Question:", 1)
+        name = question.split("the ", 1)[1].split("?")[0]
+        assert text.count(f"The {name} is {example.answer}.") == 1
+        assert text.count(f"the {name}?") == 0
+        assert question.endswith("Answer: The")
+    assert prompts.recall(3) == prompts.recall(20)[:3]
+
+
+def test_an_answer_is_the_last_word_of_the_first_line():
+    example = prompts.Example("", "Oslo")
+    assert example.is_right(" The capital of Norway is Oslo.\nQuestion: Oslo")
+    assert not example.is_right(" Oslo is the capital of Norway.")
+    assert not example.is_right("\n")
 
 
 def test_statistics_of_a_length_are_those_of_the_first_tokens():

@@ -51,6 +51,9 @@ def test_every_arm_and_place_of_the_plan_passes_the_checks():
     assert len(settings()) >= 2 * len(plan.ARMS)
     for setting in settings():
         composed(setting)
+    for setting in evictions.evictions():
+        if setting.seed == 0:
+            composed_of(setting.overrides)
 
 
 @pytest.mark.parametrize("arm", plan.ARMS)
@@ -64,6 +67,19 @@ def test_an_anchored_arm_differs_from_its_twin_by_the_anchor_alone(arm):
         assert free.distillation.weight == anchored.distillation.weight > 0
     assert free.correction == anchored.correction
     assert free.algorithm == anchored.algorithm
+
+
+def test_arms_of_the_main_comparison_are_all_different():
+    told = {
+        str(composed(Setting(arm, is_anchored, seed=0, lr=1e-3)))
+        for arm in plan.ARMS
+        for is_anchored in (0, 1)
+    }
+    assert len(told) == 2 * len(plan.ARMS)
+
+
+def test_the_tuning_seed_is_used_for_nothing_else():
+    assert all(run.seed != plan.TUNING_SEED for block in plan.BLOCKS.values() for run in block(rate))
 
 
 def row(name, seed, sparse, dense=0.99, **more):
@@ -96,6 +112,17 @@ def test_runs_from_different_sft_models_are_no_pair():
     second[1]["dense_accuracy_before"] = 0.9
     with pytest.raises(ValueError, match=r"seed 1: a started at 100\.0% with all keys and b at 90\.0%"):
         analysis.contrast(first, second, "sparse_accuracy_after")
+
+
+def test_two_rows_of_a_seed_are_no_pair():
+    twice = [row("a", 0, 0.8), row("a", 0, 0.7)]
+    with pytest.raises(ValueError, match="several rows"):
+        analysis.contrast(twice, [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
+
+
+def test_one_common_seed_is_no_paired_test():
+    with pytest.raises(ValueError, match="1 seeds in both"):
+        analysis.contrast([row("a", 0, 0.8)], [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
 
 
 def test_holm_multiplies_by_the_questions_left_and_never_falls():

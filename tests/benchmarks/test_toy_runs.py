@@ -17,7 +17,7 @@ from kernel_parts.accuracy import LIMIT, WrongKernelError
 from kernel_parts.case import Arm, Case, Setting
 from kernel_parts.timing import Ceilings
 from replay_parts import evictions
-from rollout_parts import ours
+from rollout_parts import ours, theirs
 from rollout_parts.setting import Setting as RolloutSetting
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,6 @@ COMMANDS = {
         "peers",
         {"cache", "trl_version", "n_trained", "n_rounds", "seconds", "times_as_fast", "times_as_fast_range"},
     ),
-    "peers --rounds 1 --inside-trl": ("trl_side_by_side", {"n_trained", "n_tokens", "trainers"}),
     "peers --rounds 1 --lengths 6 --layers 1": ("peers_long", {"n_tokens", "n_layers", "trainers"}),
     "cpu_speed --model FOLDER --rounds 1": (
         "cpu_speed",
@@ -76,10 +75,10 @@ SMALL = {
         "N_WARM": 0,
         "SIZES": {"n_prompts": 2, "group_size": 2, "max_new_tokens": 6},
         "LONG_SIZES": {"n_prompts": 2, "group_size": 2},
-        "EVICTING": {peers.TRL: None, "all keys": {"cache_policy": "dense"}},
+        "AT_LENGTH": {name: peers.AT_LENGTH[name] for name in (peers.TRL, "TRL, evicting")},
     },
     "ranks": {
-        "SETTINGS": (*TINY, "++diagnostics=none", "fabric.accelerator=cpu"),
+        "SETTINGS": (*TINY, "diagnostics=none", "fabric.accelerator=cpu"),
         "N_PROMPTS": 2,
         "GROUP_SIZE": 2,
     },
@@ -129,9 +128,8 @@ def test_a_command_prints_and_records_rows_with_their_keys(command, run, tmp_pat
         command.replace("MODEL", str(tmp_path / "small.gguf")).replace("FOLDER", str(tmp_path / "model")),
         name,
     )
-    assert rows
+    assert keys <= rows[-1].keys()
     for row in rows:
-        assert keys <= row.keys()
         assert {"date", "commit", "source", "device", "torch"} <= row.keys()
     assert capsys.readouterr().out
 
@@ -197,20 +195,47 @@ def test_kernels_that_replay_other_evictions_are_refused():
     assert kernel_learner.check(setting, model, shape, 24, 8, in_place) <= LIMIT
     with pytest.raises(WrongKernelError, match="shadow view, 24 tokens"):
         kernel_learner.check(setting, model, shape, 24, 8, always_dense)
+    rollout = kernel_learner.make_rollout(setting, shape, 30, budget=8)
+    dense = kernel_learner.dense_logps(model, rollout)
+    torch.testing.assert_close(kernel_learner.torch_logps(model, rollout), dense, atol=1e-5, rtol=1e-5)
+
+
+TOY = RolloutSetting("tiny", "h2o", batch=4, new=24, rounds=1, device=torch.device("cpu"))
+
+
+def test_a_batch_that_does_not_fit_generate_is_halved(monkeypatch):
+    fits = theirs.filled_cache
+
+    def small_memory(setting, model, batch, n_cached):
+        if batch > 1:
+            raise torch.OutOfMemoryError("no room")
+        return fits(setting, model, batch, n_cached)
+
+    monkeypatch.setattr(theirs, "filled_cache", small_memory)
+    row = theirs.time_theirs(TOY)
+    assert (row["batch"], row["asked_batch"]) == (1, 4)
 
 
 def test_evictions_that_the_sampler_did_not_see_are_not_timed(monkeypatch):
-    toy = RolloutSetting("tiny", "h2o", batch=4, new=24, rounds=1, device=torch.device("cpu"))
     plain = RolloutSetting.roll_out
 
     def wrong(setting, *args, **options):
         found = plain(setting, *args, **options)
         return found.with_record(evicted_at=found.evicted_at.roll(1, dims=2))
 
-    ours.check(toy, 16)
+    ours.check(TOY, 16)
     monkeypatch.setattr(RolloutSetting, "roll_out", wrong)
     with pytest.raises(RuntimeError, match="replay other log-probs"):
-        ours.check(toy, 16)
+        ours.check(TOY, 16)
+
+
+def test_the_pages_show_the_last_rows_beside_trl():
+    docs, last = record.ROOT / "docs", {row["n_tokens"]: row for row in record.rows(peers.LONG)}
+    long = peers.long_table([last[length] for length in sorted(last)])
+    assert long in (docs / "results" / "kernels.md").read_text(encoding="utf-8")
+    inside = peers.inside_table(record.rows(peers.INSIDE_TRL)[-1]).splitlines()[2:]
+    page = (docs / "how-to" / "inside-trl.md").read_text(encoding="utf-8")
+    assert all(line in page for line in inside)
 
 
 def test_a_python_without_trl_is_refused_in_one_line(tmp_path):
