@@ -9,6 +9,7 @@ import kernels
 import learner
 import peers
 import pytest
+import ranks
 import record
 import torch
 from kernel_parts import learner as kernel_learner
@@ -22,8 +23,9 @@ from rollout_parts.setting import Setting as RolloutSetting
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_rlkv.models import replay_logps
+from lit_rlkv.runs.preflight import checked_config
 from tests.gguf_files import write_gguf
-from tests.whole_runs import TINY
+from tests.whole_runs import composed
 
 KERNELS = "kernels --device cpu --size toy --rounds 1 --ops"
 GAP = "replay_gap --device cpu --preset tiny --batch 2 --new 24 --seeds 1 --budget 16 --dtypes float32 --part"
@@ -77,11 +79,6 @@ SMALL = {
         "LONG_SIZES": {"n_prompts": 2, "group_size": 2},
         "AT_LENGTH": {name: peers.AT_LENGTH[name] for name in (peers.TRL, "TRL, evicting")},
     },
-    "ranks": {
-        "SETTINGS": (*TINY, "diagnostics=none", "fabric.accelerator=cpu"),
-        "N_PROMPTS": 2,
-        "GROUP_SIZE": 2,
-    },
 }
 """Names of scripts that have no options for a toy size."""
 
@@ -108,6 +105,15 @@ def write_llama(folder) -> None:
     ).save_pretrained(folder)
 
 
+def finished_run(folder, *settings, **options):
+    """Stand in for processes of fit, of which each iteration takes a second a phase."""
+    folder.mkdir(parents=True)
+    columns = {f"time/{phase}": 1.0 for phase in ranks.PHASES} | {"num_tokens": 8}
+    rows = [",".join(columns), *[",".join(map(str, columns.values()))] * 2]
+    (folder / "metrics.csv").write_text("\n".join(rows))
+    return folder
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_prints_and_records_rows_with_their_keys(command, run, tmp_path, monkeypatch, capsys):
     name, keys = COMMANDS[command]
@@ -119,6 +125,9 @@ def test_a_command_prints_and_records_rows_with_their_keys(command, run, tmp_pat
     if "MODEL" in command:
         monkeypatch.setattr(evictions.tempfile, "gettempdir", lambda: str(tmp_path))
         write_gguf(tmp_path / "small.gguf")
+    if script == "ranks":
+        monkeypatch.setattr(ranks, "fit", finished_run)
+        checked_config(composed(*ranks.SETTINGS))
     if script == "cpu_speed":
         module = importlib.import_module(script)
         write_llama(tmp_path / "model")
