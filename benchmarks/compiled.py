@@ -160,7 +160,8 @@ def compile_operation(
 ) -> list[KernelReport]:
     """Every variant of the kernels that the operation launches, each once."""
     with compiling_for(arch) as reports:
-        CALLS[calls][op](dtype, dim)
+        for call in CALLS[calls][op]:
+            call(dtype, dim)
     return list(dict.fromkeys(reports))
 
 

@@ -1,10 +1,10 @@
 """Prove the project on a GPU, stage by stage, in a machine that is lent for minutes and has no network.
 
-    python benchmarks/gpu.py --out FOLDER [--stages Q A C B D E] [--minutes 8]
+    python benchmarks/gpu.py --out FOLDER [--stages Q A C B D] [--minutes 8]
     python benchmarks/gpu.py --out FOLDER --toy        the whole path at toy size on a CPU
     python benchmarks/gpu.py --page FILE.jsonl         the page of rows that another machine measured
 
-Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner, E tuning. Each
+Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner. Each
 stage takes at most `--minutes`, is useful alone, and adds every measurement to FOLDER/gpu.jsonl as it is
 made; started again with the same FOLDER, or with a copy of that file, it resumes. A stage that crashes does
 not stop the next. Printed after each stage and written to FOLDER/gpu.md is what was measured against its

@@ -2,7 +2,6 @@
 
     python benchmarks/kernels.py --record
     python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20 [--skip-flex]
-    python benchmarks/kernels.py --ops decode_attention shadow_attention --tune
 
 Each case is first proven right against its definition, and refused if it is not; then it and its comparisons
 are timed in turns. Printed are the median and the 10th and 90th percentile in milliseconds, the time over
@@ -12,9 +11,6 @@ the wall-clock of the first call with compilation (if TRITON_CACHE_DIR is not se
 the inputs. On CUDA caches are flushed before each call. `--record` keeps a row for
 each case at once; started again with it, it measures the cases that this machine and version of the package
 have no row for.
-
---tune times the kernels with other tiles, warps and stages instead, a row for each of the largest operations
-in tune.jsonl.
 
 Without CUDA the sizes are toys and the Triton kernels run in Triton's interpreter, to be proven right only:
 what is timed is the plain definition.
@@ -39,10 +35,7 @@ def main() -> None:
         run as kernel_run,  # not at the top: Triton reads its environment when it is imported
     )
 
-    if args.tune:
-        kernel_run.tune(args)
-    else:
-        kernel_run.run(args)
+    kernel_run.run(args)
 
 
 def prepare_triton(device: str) -> None:
@@ -67,11 +60,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     command_line.add_device_option(parser)
     parser.add_argument("--size", choices=("real", "toy"), help="default: real on CUDA, toy on a CPU")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each way")
-    parser.add_argument("--tune", action="store_true", help="time other tiles, warps and stages instead")
     command_line.add_restart_options(parser)
     args = command_line.complete(parser.parse_args(arguments))
-    if args.tune and args.device == "cpu" and args.size is None:
-        parser.error("--tune times compiled kernels, which needs --device cuda; --size toy shows it on a CPU")
     args.only = args.only.replace("_", " ")
     args.size = args.size or ("real" if args.device == "cuda" else "toy")
     return args

@@ -33,7 +33,8 @@ import torch
 from kernel_parts.case import Refusal, reason, release
 from kernel_parts.timing import is_device_lost, synchronize
 from one_gpu_parts.page import METHODS, NAME, PAGE, RESPONSES, Row, cell_name, latest, table, written
-from peers import Digits, train_here, write_model
+from peers import write_model
+from peers_parts.our_steps import Digits, train_here
 from rollout_parts.ours import OutOfTimeError, Progress
 from shapes import QWEN_0_5B, QWEN_1_5B, QWEN_4B
 from time_limit import TimeLimit

@@ -16,13 +16,13 @@ from lightning.fabric.plugins import HalfPrecision
 from torch import Tensor, nn
 
 from lit_rlkv.diagnostics.step_metrics import GRAD_NORM, MetricSums, checked_metrics
+from lit_rlkv.distributed.fsdp import is_sharded
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import (
     average_whole_gradients,
     clip_gradients,
     disable_foreach_for_mixed_tensors,
     gather_full_state,
-    is_sharded,
     shard_state_like,
 )
 from lit_rlkv.interrupts import InterruptedRunError, Interruption

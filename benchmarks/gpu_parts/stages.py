@@ -31,7 +31,6 @@ TITLES = {
     "C": "rollout and replay gap",
     "B": "kernels",
     "D": "learner",
-    "E": "tuning",
 }
 """In the order in which they are worth their time."""
 QUICK_TESTS = (
@@ -135,7 +134,6 @@ REAL = {
         "rollout.py --record --rounds 1 --budgets 512 2048 --skip-theirs",
     ],
     "D": ["learner.py --record --lengths 16384 8192 4096"],
-    "E": [f"kernels.py --record --tune --ops {op}" for op in ("decode_attention", "shadow_attention")],
 }
 TOY_RUN = "--device cpu --record"
 TOY_ROLLOUT = f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 32 --budgets 16"
@@ -153,7 +151,6 @@ TOY = {
     "D": [
         f"learner.py {TOY_RUN} --rounds 1 --layers 1 --lengths 24 --budgets 8 --interval 4 --prompt 6",
     ],
-    "E": [f"kernels.py {TOY_RUN} --rounds 1 --tune --size toy --ops decode_attention"],
 }
 """A CPU can run these; their figures mean nothing."""
 LOST_DEVICE = 77

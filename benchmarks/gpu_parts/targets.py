@@ -192,16 +192,6 @@ def learner(records: Records) -> Iterator[Figure]:
             yield Figure("D", f"learner's step, {tokens} tokens: {_why_not(row)}", None)
 
 
-def tuning(records: Records) -> Iterator[Figure]:
-    """Yield the time of the fastest configuration over today's; no target."""
-    rows = records.get("tune", ())
-    if not rows:
-        yield Figure("E", "tuning", None)
-    for row in {row["op"]: row for row in rows}.values():
-        name = f"{row['op']}, {row['label']}: {row['fastest']}, time over today's"
-        yield Figure("E", name, row["fastest_over_as_it_is"])
-
-
 def _why_not(row: Row) -> str:
     """Return why a row has no measurements."""
     return "out of memory" if row["out_of_memory"] else f"refused: {row['reason']}"
@@ -228,5 +218,4 @@ FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
     "B": kernels,
     "C": rollout,
     "D": learner,
-    "E": tuning,
 }

@@ -1,9 +1,11 @@
 """One operation at one size: ways to compute it, proven right and then timed in turns."""
 
+import argparse
 import gc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 
+import record
 import torch
 from kernel_parts.accuracy import WrongKernelError
 from kernel_parts.counts import Work
@@ -17,6 +19,7 @@ from kernel_parts.timing import (
     taking_turns,
 )
 from live_bytes import CudaBytes, LiveBytes, Meter
+from time_limit import TimeLimit
 from torch import Tensor
 
 from lit_rlkv.out_of_memory import is_out_of_memory
@@ -128,7 +131,7 @@ class CaseResult:
     def in_short(self) -> str:
         """The medians alone, for whoever waits for the table."""
         medians = ", ".join(f"{arm.name} {1e3 * arm.seconds.median:.3f}" for arm in self.arms)
-        return f"{self.label}, ms: {medians}"
+        return f"ms: {medians}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,44 @@ class Refusal:
 def is_done(row: dict | None) -> bool:
     """True if a row of the record need not be measured again: all but a refused kernel's."""
     return row is not None and ("reason" not in row or row["out_of_memory"])
+
+
+def measure_all(
+    args: argparse.Namespace,
+    name: str,
+    todo: Iterable[tuple[str, dict, Builder]],
+    setting: Setting,
+    ceilings: Ceilings,
+    row_of: Callable[[CaseResult], dict],
+) -> tuple[list[CaseResult], list[str]]:
+    """Measure and record what has no row yet until the time is over; a case that is refused stops no other.
+
+    Args:
+        name: of the record
+        todo: title of each case, the entries by which its row is found again, and what makes it
+
+    Returns:
+        The measurements, and which cases were refused.
+    """
+    limit, results, refused = TimeLimit(args.minutes), [], []
+    for title, key, build in todo:
+        if args.record and not args.again and is_done(record.find(name, **key)):
+            print(f"{title}: in the record already", flush=True)
+            continue
+        if limit.is_over:
+            print(f"{title}: no time left; start again to go on", flush=True)
+            continue
+        result = try_to_measure(build, setting, ceilings)
+        release(setting.device)
+        print(f"{title}: {result.in_short}", flush=True)
+        if isinstance(result, CaseResult):
+            results.append(result)
+            record.append(name, key | row_of(result))
+            continue
+        if not result.out_of_memory:
+            refused.append(f"{title}: {result.in_short}")
+        record.append(name, key | asdict(result))
+    return results, refused
 
 
 def try_to_measure(build: Builder, setting: Setting, ceilings: Ceilings) -> CaseResult | Refusal:

@@ -10,12 +10,11 @@ from functools import partial
 import record
 import torch
 from kernel_parts.accuracy import require_accurate
-from kernel_parts.case import Arm, Case, CaseResult, Refusal, Setting, is_done, release, try_to_measure
+from kernel_parts.case import Arm, Case, CaseResult, Setting, measure_all
 from kernel_parts.evictions import Schedule, simulate_evictions
 from kernel_parts.table import mb
 from kernel_parts.timing import Ceilings
 from text_table import text_table
-from time_limit import TimeLimit
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -57,39 +56,23 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
     shape = Shape(sizes, args.batch, args.interval, args.prompt, args.checkpointing)
     setting = Setting(args.device, args.device == "cpu", args.rounds)
     model = make_model(setting, shape, max(args.lengths))
-    limit, results, refused = TimeLimit(args.minutes), [], []
-    for length in args.lengths:
-        asked = {"tokens": length, "budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
-        if args.record and not args.again and is_done(record.find(NAME, asked=asked)):
-            print(f"{length} tokens: in the record already", flush=True)
-            continue
-        if limit.is_over:
-            print(f"{length} tokens: no time left; start again to go on", flush=True)
-            continue
-        result = measure_length(setting, model, shape, length, args.budgets)
-        release(setting.device)
-        if isinstance(result, Refusal):
-            row = asdict(result)
-            print(f"{length} tokens: {result.in_short}", flush=True)
-            if not result.out_of_memory:
-                refused.append(f"{length} tokens: {result.in_short}")
-        else:
-            row = record_row(result, setting)
-            results.append(result)
-            print(result.in_short, flush=True)
-        record.append(NAME, {"asked": asked, **row})
+    described = {"budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
+    todo = (
+        (
+            f"{length} tokens",
+            {"asked": {"tokens": length} | described},
+            partial(make_case, setting, model, shape, length, args.budgets),
+        )
+        for length in args.lengths
+    )
+    results, refused = measure_all(
+        args, NAME, todo, setting, NO_CEILING, partial(record_row, setting=setting)
+    )
     if results:
         print("\n" + report(results, setting, shape))
     if refused:
         sys.exit("\n".join(refused))
     return results
-
-
-def measure_length(
-    setting: Setting, model: PreTrainedModel, shape: Shape, length: int, budgets: Sequence[int]
-) -> CaseResult | Refusal:
-    """Return the measurements of one length, or why there are none."""
-    return try_to_measure(partial(make_case, setting, model, shape, length, budgets), setting, NO_CEILING)
 
 
 def make_model(setting: Setting, shape: Shape, max_len: int) -> PreTrainedModel:

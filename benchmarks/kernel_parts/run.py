@@ -3,20 +3,18 @@
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 
 import record
-from kernel_parts import case
 from kernel_parts import decode as kernel_decode
 from kernel_parts import evict as kernel_evict
 from kernel_parts import sampling as kernel_sampling
 from kernel_parts import scores as kernel_scores
 from kernel_parts import shadow as kernel_shadow
 from kernel_parts import tokens as kernel_tokens
-from kernel_parts.case import Builders, CaseResult, Refusal, Setting, release, try_to_measure
+from kernel_parts.case import Builders, CaseResult, Setting, measure_all, release
 from kernel_parts.table import case_table, record_row
 from kernel_parts.timing import Ceilings, ceilings
-from time_limit import TimeLimit
 
 NAME = "kernels"
 CASES: dict[str, Callable[[Setting], Builders]] = {
@@ -35,62 +33,22 @@ def run(args: argparse.Namespace) -> list[CaseResult]:
     Raises:
         SystemExit: cases were refused; the others have been measured.
     """
-    setting, limit = setting_of(args), TimeLimit(args.minutes)
+    setting = setting_of(args)
     limits = ceilings(setting.device)
     release(setting.device)
-    results, refused = [], []
-    for op in args.ops:
-        for label, build in CASES[op](setting):
-            if args.only not in label or is_done(args, NAME, op, label):
-                continue
-            if limit.is_over:
-                print(f"{op}, {label}: no time left; start again to go on", flush=True)
-                continue
-            result = try_to_measure(build, setting, limits)
-            release(setting.device)
-            if isinstance(result, Refusal):
-                row = {"op": op, "label": label, "device_type": args.device, **asdict(result)}
-                print(f"{op}, {label}: {result.in_short}", flush=True)
-                if not result.out_of_memory:
-                    refused.append(f"{op}, {label}: {result.in_short}")
-            else:
-                row = record_row(result, setting, limits)
-                results.append(result)
-                print(f"{op}, {result.in_short}", flush=True)
-            record.append(NAME, row)
+    todo = (
+        (f"{op}, {label}", {"op": op, "label": label, "device_type": args.device}, build)
+        for op in args.ops
+        for label, build in CASES[op](setting)
+        if args.only in label
+    )
+    results, refused = measure_all(
+        args, NAME, todo, setting, limits, partial(record_row, setting=setting, ceilings=limits)
+    )
     print("\n" + report(results, setting, limits))
     if refused:
         sys.exit("\n".join(refused))
     return results
-
-
-def is_done(args: argparse.Namespace, name: str, op: str, label: str) -> bool:
-    """True, and said, if the record has this case and it is not to be measured again."""
-    if not args.record or args.again:
-        return False
-    if not case.is_done(record.find(name, op=op, label=label, device_type=args.device)):
-        return False
-    print(f"{op}, {label}: in the record already", flush=True)
-    return True
-
-
-def tune(args: argparse.Namespace) -> str:
-    """Other configurations at the first size of each operation that `--only` lets through."""
-    from kernel_parts.tune import CANDIDATES
-    from kernel_parts.tune import tune as tune_case
-
-    setting, limit, tables = setting_of(args), TimeLimit(args.minutes), []
-    for op in [op for op in args.ops if op in CANDIDATES]:
-        builders = [(label, build) for label, build in CASES[op](setting) if args.only in label]
-        if not builders or is_done(args, "tune", op, builders[0][0]):
-            continue
-        found = tune_case(op, *builders[0], setting, limit)
-        release(setting.device)
-        record.append("tune", found.row())
-        tables.append(str(found))
-        print(f"{op}: tuned", flush=True)
-    print("\n" + "\n\n".join(tables))
-    return "\n\n".join(tables)
 
 
 def report(results: list[CaseResult], setting: Setting, limits: Ceilings) -> str:

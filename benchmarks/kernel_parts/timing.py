@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 Call = Callable[[], object]
 Device = torch.device | str
@@ -49,32 +48,23 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), tenths[0], tenths[-1])
 
 
-def seconds_of(call: Call, device: Device, n_rounds: int, *, is_cold: bool = True) -> list[float]:
-    """Seconds of each of `n_rounds` calls, after some that warm up.
-
-    On CUDA these are the device's, from events; a call that waits for the device counts the host's part too.
-
-    Args:
-        is_cold: flush the device's cache before each call, which takes 512 MiB; not for long calls
-    """
-    return taking_turns({"call": call}, device, n_rounds, is_cold=is_cold)["call"]
-
-
 def taking_turns(
     calls: Mapping[str, Call],
     device: Device,
     n_rounds: int,
     *,
     prepare: Call | None = None,
-    is_cold: bool = True,
 ) -> dict[str, list[float]]:
-    """`seconds_of` of several calls, one after the other in every round: what slows one slows all.
+    """Return the seconds of several calls, one after the other in every round: what slows one slows all.
+
+    On CUDA these are the device's, from events; a call that waits for the device counts the host's part too.
 
     Args:
+        n_rounds: rounds that count, after some that warm up.
         prepare: restores what a call changes, before each call and not timed.
     """
     measure = _cuda_seconds if torch.device(device).type == "cuda" else _cpu_seconds
-    times = measure(calls, N_WARM_UP + n_rounds, prepare, is_cold)
+    times = measure(calls, N_WARM_UP + n_rounds, prepare)
     return {name: values[N_WARM_UP:] for name, values in times.items()}
 
 
@@ -119,12 +109,10 @@ def ceilings(device: Device) -> Ceilings:
 
 
 def _median_seconds(call: Call, device: Device) -> float:
-    return statistics.median(seconds_of(call, device, CEILING_ROUNDS))
+    return statistics.median(taking_turns({"call": call}, device, CEILING_ROUNDS)["call"])
 
 
-def _cpu_seconds(
-    calls: Mapping[str, Call], n_rounds: int, prepare: Call | None, is_cold: bool
-) -> dict[str, list[float]]:
+def _cpu_seconds(calls: Mapping[str, Call], n_rounds: int, prepare: Call | None) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(n_rounds):
         for name, call in calls.items():
@@ -136,16 +124,16 @@ def _cpu_seconds(
     return times
 
 
-def _cuda_seconds(
-    calls: Mapping[str, Call], n_rounds: int, prepare: Call | None, is_cold: bool
-) -> dict[str, list[float]]:
-    flush = torch.empty(FLUSH_BYTES if is_cold else 0, dtype=torch.int8, device="cuda")
+def _cuda_seconds(calls: Mapping[str, Call], n_rounds: int, prepare: Call | None) -> dict[str, list[float]]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for _ in range(n_rounds):
         for name, call in calls.items():
             if prepare is not None:
                 prepare()
-            _occupy(flush)
+            for value in range(N_FLUSHES):
+                flush.fill_(value)
+            flush.view(torch.int64).amax()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
@@ -153,10 +141,3 @@ def _cuda_seconds(
             events[name].append((start, end))
     torch.cuda.synchronize()  # only now, so that the host stays ahead
     return {name: [start.elapsed_time(end) / 1e3 for start, end in pairs] for name, pairs in events.items()}
-
-
-def _occupy(flush: Tensor) -> None:
-    if flush.numel():
-        for value in range(N_FLUSHES):
-            flush.fill_(value)
-        flush.view(torch.int64).amax()

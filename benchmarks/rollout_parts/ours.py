@@ -35,7 +35,7 @@ def check(setting: Setting, budget: int) -> None:
             parameter.data.mul_(WEIGHT_SCALE)
     cache = small.cache(budget)
     n_new = max(0, budget - small.shape.prompt) + 2 * cache.interval + 3
-    rollout = small.roll_out(small.prompts(2), cache, max_new_tokens=n_new)
+    rollout = small.roll_out(small.prompts(2), cache, n_tokens=n_new)
     if not ((rollout.evicted_at > small.shape.prompt) & (rollout.evicted_at < NEVER)).any():
         raise RuntimeError("nothing was evicted, so the check would show nothing")
     with use_kernels("reference"), torch.no_grad():
@@ -131,7 +131,7 @@ class Call:
 
         def call() -> None:
             with suppress(OutOfTimeError):
-                options = {"on_progress": progress, "max_new_tokens": max_new_tokens}
+                options = {"on_progress": progress, "n_tokens": max_new_tokens}
                 found.append(setting.roll_out(input_ids, cache, **options))
 
         seconds = setting.seconds(call)

@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from sampled import sample
 from shapes import QWEN_1_5B
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 
 PAD = 0
@@ -114,20 +114,8 @@ class Setting:
 
     def roll_out(self, input_ids: Tensor, cache: CacheSpec, **options: Any) -> Rollout:
         """generate() with nothing to end a response but its length, unless told otherwise."""
-        defaults: dict[str, Any] = {
-            "max_new_tokens": self.new,
-            "eos_token_id": None,
-            "generator": torch.Generator(self.device).manual_seed(0),
-            "compile_layers": self.compile_layers,
-        }
-        return generate(
-            self.model,
-            input_ids,
-            torch.ones_like(input_ids),
-            cache=cache,
-            pad_token_id=PAD,
-            **{**defaults, **options},
-        )
+        options = {"n_tokens": self.new, "compile_layers": self.compile_layers} | options
+        return sample(self.model, input_ids, cache, **options)
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call, with all its work on the device."""

@@ -23,11 +23,6 @@ FAST = ("foreach", "fused")
 """Options of an optimizer that step many parameters at once."""
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """True if any layer is sharded by FSDP, whether or not it is gathered now."""
-    return any(isinstance(m, FSDPModule) for m in module.modules())
-
-
 class ShardedStrategy(ModelParallelStrategy):
     """Strategy of Fabric for modules that `ShardedLayers` has sharded before.
 

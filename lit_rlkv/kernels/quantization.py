@@ -21,7 +21,8 @@ zero point by at most this many steps. A change of each number by half a step st
 NEAR_MIDDLE = 0.25
 """A recorded bit decides between two neighbouring codes for a number at most this many steps from their
 middle. So errors below it change no code. On SmolLM2 no code changes in float32, and 5 % at most in bfloat16
-(benchmarks/quantized_cache.py). A number of other weights moves by this much more than half a step."""
+(benchmarks/replay_gap.py --part codes). A number of other weights moves by this much more than half a
+step."""
 
 
 def quantize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from lit_rlkv.distributed.sharding import is_sharded
+from lit_rlkv.distributed.fsdp import is_sharded
 from lit_rlkv.models.lm_head import LMHead
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.distributed.sharding import is_sharded
+from lit_rlkv.distributed.fsdp import is_sharded
 
 VARIANTS_PER_LAYER = 8
 """Most variants of each layer, for other numbers of rows or another dtype; then a layer runs eagerly."""

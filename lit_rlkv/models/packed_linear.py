@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import mkldnn
 
-from lit_rlkv.distributed.sharding import is_sharded
+from lit_rlkv.distributed.fsdp import is_sharded
 from lit_rlkv.models.lm_head import LMHead
 
 LEAST_ELEMENTS = 100_000

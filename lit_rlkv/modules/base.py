@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lit_rlkv.checks import Range, check_temperature
 from lit_rlkv.diagnostics.step_metrics import AXIS, checked_metrics
-from lit_rlkv.distributed.sharding import is_sharded
+from lit_rlkv.distributed.fsdp import is_sharded
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.eviction_logps import KeyRecord
 from lit_rlkv.models.hydra import Roles, acting_as

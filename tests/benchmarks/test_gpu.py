@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 from gpu_parts import page, stages
 from gpu_parts.stages import (
     ONE_OF_EACH_KERNEL,
@@ -23,22 +22,6 @@ from gpu_parts.targets import ROLLOUT, Figure, figures
 
 ROOT = Path(__file__).parents[2]
 LENT_MACHINE = Path(__file__).parent / "lent_machine"
-MODULES = (
-    "gpu",
-    "gpu_parts.page",
-    "kernels",
-    "kernel_parts.run",
-    "kernel_parts.tune",
-    "learner",
-    "kernel_parts.learner",
-    "rollout",
-    "replay_gap",
-    "compiled",
-    "tests.conftest",
-    "tests.kernels.test_evict",
-    "tests.rollout.test_decoder",
-    "tests.rollout.test_turns",
-)
 
 
 def on_a_lent_machine(*command: str, **environment: str) -> subprocess.CompletedProcess:
@@ -90,45 +73,18 @@ def test_shares_and_ratios_are_read_off_the_rows_and_judged():
     assert found["decode with scores, 2048 slots, share of copy bandwidth"].verdict == "not measured"
 
 
-@pytest.mark.parametrize(("device", "verdict"), [("NVIDIA H100 80GB HBM3", "missed"), ("NVIDIA H200", "")])
-def test_the_rollout_is_compared_with_generate_and_on_an_h100_with_a_speed(device, verdict):
-    ours = {
-        **ROLLOUT,
-        "device": device,
-        "tokens_per_s": 29_000.0,
-        "integrated": False,
-        "compile_layers": False,
-    }
-    compiled = ours | {"compile_layers": True, "tokens_per_s": 40_000.0}
-    other = ours | {"budget": 512, "tokens_per_s": 99_000.0}
-    theirs = {"cache": "transformers dense", "preset": "1.5b", "new": 8192, "tokens_per_s": 5_000.0}
-    found = by_name("C", {"rollout": [ours, other, theirs, compiled]})
-    ratio = found["rollout over transformers.generate, 1.5B, 8k tokens, budget 1024"]
-    assert ratio.value == pytest.approx(5.8)
-    assert ratio.verdict == "missed"
-    assert found["rollout"].verdict == verdict
-    assert found["rollout, compiled layers"].value == 40_000
-
-
-def test_the_gap_is_at_most_its_target():
-    gap = {"mean": 1e-3, "p99": 7e-2, "max": 1.0}
-    row = {"model": "1.5b", "dtype": "bfloat16", "gap": gap, "dense_learner": {"mean": 0.1}}
-    found = by_name("C", {"replay_gap": [row]})
-    assert found["gap in bf16, 1.5b, mean"].verdict == "met"
-    assert found["gap in bf16, 1.5b, p99"].verdict == "missed"
-    assert found["gap in float32, 1.5b, max"].verdict == "not measured"
-    good = {name for name, figure in found.items() if figure.is_good}
-    # No target, or met; neither what is missed nor what has a target and no figure.
-    assert {"gap in bf16, 1.5b, mean", "rollout", "gap of a dense learner in float32, 1.5b, mean"} <= good
-    assert not {"gap in bf16, 1.5b, p99", "gap in float32, 1.5b, max"} & good
-
-
 def test_a_test_counts_by_its_last_outcome():
     rows = [{"test": "a", "outcome": "failed"}, {"test": "b", "outcome": "passed"}]
     assert by_name("A", {"tests": rows})["tests that failed"].verdict == "missed"
     found = by_name("A", {"tests": [*rows, {"test": "a", "outcome": "passed"}]})
     assert (found["tests that passed"].value, found["tests that failed"].verdict) == (2, "met")
     assert by_name("A", {})["tests that failed"].verdict == "not measured"
+
+
+def test_the_speed_of_the_rollout_has_a_target_on_an_h100_alone():
+    ours = {**ROLLOUT, "tokens_per_s": 29_000.0, "integrated": False, "compile_layers": False}
+    for device, verdict in (("NVIDIA H100 80GB HBM3", "missed"), ("NVIDIA H200", "")):
+        assert by_name("C", {"rollout": [ours | {"device": device}]})["rollout"].verdict == verdict
 
 
 def test_a_learner_out_of_memory_is_named():
@@ -237,23 +193,9 @@ def test_a_crashed_stage_shows_why_on_the_page():
     assert "RuntimeError" not in page.section("D", {"stages": [row | {"outcome": "done"}]}, is_toy=False)
 
 
-@pytest.mark.slow
-def test_every_module_of_the_stages_lives_without_the_packages_of_a_training_run():
-    imports = "\n".join(f"importlib.import_module({name!r})" for name in MODULES)
-    done = on_a_lent_machine(
-        "-c", f"import importlib\n{imports}\nimport lit_rlkv\nprint(lit_rlkv.__version__)"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-1] == "unknown"
-
-
-@pytest.mark.parametrize("package", ["beartype", "hydra", "lightning", "peft", "wandb"])
-def test_such_a_machine_lacks_the_package(package):
-    assert f"No module named '{package}'" in on_a_lent_machine("-c", f"import {package}").stderr
-
-
-@pytest.mark.slow
-def test_the_whole_path_runs_at_toy_size(tmp_path: Path):
+def test_the_whole_path_runs_at_toy_size_where_packages_are_missing(tmp_path: Path):
+    for package in ("beartype", "hydra", "lightning", "peft", "wandb"):
+        assert f"No module named '{package}'" in on_a_lent_machine("-c", f"import {package}").stderr
     done = on_a_lent_machine("benchmarks/gpu.py", "--out", str(tmp_path), "--toy")
     assert done.returncode == 0, done.stdout[-4000:]
     written = (tmp_path / "gpu.md").read_text()
@@ -272,7 +214,6 @@ def test_the_whole_path_runs_at_toy_size(tmp_path: Path):
     assert [row.get("integrated") for row in rows["rollout"]] == [True, False, True]
     assert {row["dtype"] for row in rows["replay_gap"]} == {"bfloat16", "float32"}
     assert rows["learner"][0]["out_of_memory"] is False
-    assert rows["tune"][0]["fastest_over_as_it_is"] <= 1.0
     assert [row["stage"] for row in rows["stages"]] == list(TITLES)
     # From a copy of the rows: tests that passed and what was measured are not run again.
     n_tests, copied = len(rows["tests"]), tmp_path / "copied"
@@ -290,6 +231,13 @@ def test_the_page_of_the_committed_run_is_written_anywhere():
     assert done.returncode == 0, done.stderr[-2000:]
     assert "NVIDIA H100" in done.stdout
     assert "| tests that failed | 0 | at most 0 | met |" in done.stdout
+    for judged in (
+        "at least 0.8 | met",
+        "at least 4 | missed",
+        "at most 0.02 | missed",
+        "at most 0.0001 | met",
+    ):
+        assert f"| {judged} |" in done.stdout
     # What docs/results/gpu.md says besides figures with a target.
     for figure in (
         *("8,064 MiB", "0.136", "16,360 MiB", "17 s", "21.2 s", "0.127", "0.106 nats", "18.7", "19.3"),

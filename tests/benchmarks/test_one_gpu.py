@@ -4,7 +4,7 @@ import one_gpu
 import pytest
 import record
 from one_gpu import cells, is_done, measure, parse
-from one_gpu_parts.page import METHODS, NAME, PAGE, find, latest, table, written
+from one_gpu_parts.page import NAME, PAGE, latest, table, written
 from time_limit import TimeLimit
 
 HERE = dict.fromkeys(("device", "source", "torch", "triton", "transformers", "date", "commit"), "here")
@@ -21,24 +21,6 @@ def run(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out
 
     return main
-
-
-def test_the_whole_command_runs_at_toy_size_and_a_restart_measures_nothing(run):
-    assert "all cells are measured" in run()
-    found = latest(record.rows(NAME))
-    assert {(row["method"], row["bits"]) for row in found} == {(m, bits) for m in METHODS for bits in (16, 4)}
-    for method in METHODS:
-        row = find(found, "toy", 16, 24, method)
-        assert row["n_tokens"] == 4 * 24
-        assert row["learner_s"] > 0 < row["tokens_per_s"]
-        # A cell that cannot run says why, and the others are measured.
-        assert "needs CUDA" in find(found, "toy", 4, 24, method)["reason"]
-    kept = {row["method"]: row["kv_mib"] for row in found if row["bits"] == 16}
-    assert len({kept[method] for method in METHODS[1:]}) == 1
-    assert kept["dense"] > kept["shadow"]
-    n_rows = len(record.rows(NAME))
-    assert "all cells are measured" in run()
-    assert len(record.rows(NAME)) == n_rows
 
 
 def test_a_cell_that_is_cut_off_has_an_estimate_and_is_measured_again(run, tmp_path):

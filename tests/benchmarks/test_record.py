@@ -80,15 +80,6 @@ def test_a_fast_look_is_never_recorded(capsys):
     assert "leave it out with --record" in capsys.readouterr().err
 
 
-def test_rows_are_read_back_in_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    Parser("x", "x").parse_args(["--record"])
-    assert record.rows("x") == []
-    for value in (2, 1):
-        record.append("x", {"value": value})
-    assert [row["value"] for row in record.rows("x")] == [2, 1]
-
-
 def test_rows_of_all_names_can_share_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / "gpu.jsonl"))
     record.append("x", {"value": 1})

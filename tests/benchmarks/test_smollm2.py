@@ -41,6 +41,8 @@ def started(tmp_path, monkeypatch):
 
 def test_a_seed_is_run_once_and_a_finished_folder_is_taken_as_it_is(tmp_path, started):
     write_run(tmp_path / "smollm2" / "seed0")
+    write_run(tmp_path / "cut", finished=False)
+    assert not smollm2.is_finished(tmp_path / "cut")
     rows = [smollm2.run(seed, tmp_path) for seed in (0, 1)]
     assert [[word for word in call if word.startswith("seed")] for call in started] == [["seed=1"]]
     assert rows[0]["before"] == {"dense": 0.5, "sparse": 0.25}
@@ -51,12 +53,6 @@ def test_a_seed_is_run_once_and_a_finished_folder_is_taken_as_it_is(tmp_path, st
     sample = {"prompt": "1+2=", "completion": "1,3", "answer": "3", "reward": 1.0}
     assert rows[0]["samples"] == {"first": [sample], "last": [sample]}
     assert [row["seed"] for row in record.rows("smollm2")] == [0, 1]
-
-
-def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path):
-    assert not smollm2.is_finished(tmp_path)
-    write_run(tmp_path / "cut", finished=False)
-    assert not smollm2.is_finished(tmp_path / "cut")
 
 
 def test_the_table_has_wilson_intervals_and_the_gain_in_points(tmp_path, started):

@@ -1,21 +1,17 @@
 import csv
 import json
 import re
-from dataclasses import replace
 from functools import cache
 
 import fit_process
 import pytest
 import study
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from omegaconf import open_dict
 from study_parts import analysis, evictions, measured, plan, runs, tables
 from study_parts.plan import Setting
 
 from lit_rlkv.config import CONF_DIR, check_keys
-from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.runs.preflight import checked_config
 
 
@@ -55,28 +51,9 @@ def test_every_arm_and_place_of_the_plan_passes_the_checks():
     assert len(settings()) >= 2 * len(plan.ARMS)
     for setting in settings():
         composed(setting)
-
-
-def evicts(cfg):
-    """True if a correct response goes on after a compaction, which come at the end of each interval."""
-    task, tokenizer = instantiate(cfg.task), build_task_tokenizer()
-    for problem in PromptSource(task, split="eval", seed=0).take(64):
-        n_prompt = len(tokenizer(problem.prompt).input_ids)
-        n_response = len(tokenizer(problem.solution).input_ids)
-        steps = range(cfg.cache.interval, n_response, cfg.cache.interval)
-        if any(n_prompt + n > cfg.cache.budget for n in steps):
-            return True
-    return False
-
-
-@pytest.mark.slow
-def test_every_budget_of_the_plan_evicts_what_the_sampler_would_read():
-    for setting in settings():
-        if setting.task == "smollm2":  # its tokenizer is in a file that a test does not fetch
-            continue
-        cfg = composed(setting)  # observations of an environment are not in the solutions
-        assert cfg.environment is not None or evicts(cfg), setting
-    assert not evicts(composed(replace(setting, task="chain_sum", budget=24)))
+    for setting in evictions.evictions():
+        if setting.seed == 0:
+            composed_of(setting.overrides)
 
 
 @pytest.mark.parametrize("arm", plan.ARMS)
@@ -122,11 +99,6 @@ def test_a_paired_difference_matches_hand_arithmetic():
     assert found.p == pytest.approx(1 - 4 / 18**0.5, rel=1e-4)
 
 
-def test_one_common_seed_is_no_paired_test():
-    with pytest.raises(ValueError, match="1 seeds in both"):
-        analysis.contrast([row("a", 0, 0.8)], [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
-
-
 def test_rows_of_different_processors_are_no_pair():
     ours, theirs = ({"device": f"{name}, 2 cores, 1 threads"} for name in ("AMD EPYC", "Xeon"))
     first = [row("a", 0, 0.8, **ours), row("a", 1, 0.8, **ours), row("a", 2, 0.9, **theirs)]
@@ -148,6 +120,11 @@ def test_two_rows_of_a_seed_are_no_pair():
         analysis.contrast(twice, [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
 
 
+def test_one_common_seed_is_no_paired_test():
+    with pytest.raises(ValueError, match="1 seeds in both"):
+        analysis.contrast([row("a", 0, 0.8)], [row("b", 0, 0.7), row("b", 1, 0.7)], "sparse_accuracy_after")
+
+
 def test_holm_multiplies_by_the_questions_left_and_never_falls():
     contrasts = [analysis.Contrast("a", "b", "m", 5, 0.1, 0.1, p) for p in (0.04, 0.01, 0.03)]
     # sorted 0.01·3, 0.03·2, max(0.04·1, 0.06)
@@ -160,14 +137,6 @@ def test_responses_are_counted_until_the_trailing_mean_reaches_the_goal():
     assert analysis.rollouts_to({"task": "chain_sum", "rewards": rewards}, 0.8) == 18 * 256
     assert analysis.rollouts_to({"task": "smollm2", "rewards": rewards}, 0.8) == 18 * 32
     assert analysis.rollouts_to({"task": "chain_sum", "rewards": [0.1] * 30}, 0.8) is None
-
-
-@pytest.mark.slow
-def test_iterations_have_as_many_responses_as_the_analysis_counts():
-    for task in ("chain_sum", "smollm2"):
-        cfg = composed(Setting("smd", True, seed=0, lr=1e-3, task=task))
-        n_responses = cfg.rollout.n_prompts * cfg.algorithm.group_size
-        assert n_responses == analysis.responses_per_iteration({"task": task})
 
 
 def kept(run_dir, setting):
@@ -196,24 +165,6 @@ def test_a_row_holds_what_the_run_found(tmp_path):
     assert (found["rollout_seconds"], found["update_seconds"]) == (2, 4)
     assert found["rewards"] == [0.5, 0.7]
     assert found["masked_fraction"] == pytest.approx(0.2)
-
-
-def test_a_row_belongs_to_the_comparisons_whose_settings_it_has():
-    def finished(*settings):
-        return {runs.key(setting.overrides): vars(setting) | {"name": setting.name} for setting in settings}
-
-    same_rate = f"{study.MAIN_PLACE}, one rate"
-    shown = Setting("naive", True, 0, plan.COMMON_RATE)
-    others = (
-        Setting("naive", True, 0, 3 * plan.COMMON_RATE),
-        Setting("naive", True, plan.TUNING_SEED, plan.COMMON_RATE),
-        replace(shown, budget=12),
-        replace(shown, anchor_weight=0.1),
-    )
-    groups = study.comparisons(finished(shown, *others))
-    assert [(found["seed"], found["lr"]) for found in groups[same_rate]] == [(0, plan.COMMON_RATE)]
-    assert [len(rows) for title, rows in groups.items() if "budget 12" in title] == [1]
-    assert len(groups[f"{same_rate}, a weaker anchor"]) == 1
 
 
 def test_p_is_adjusted_for_the_questions_of_its_table_and_for_those_of_all():
@@ -251,13 +202,6 @@ def test_the_table_of_learned_evictions_is_what_the_rows_say():
     rows = study.rows_of(evictions.evictions(), runs.finished())
     assert len({row["train_kv_bytes"] for row in rows if row["task"] == "chain_sum"}) == 1
     assert evictions.eviction_table(rows) in text
-
-
-@pytest.mark.slow
-def test_every_run_of_learned_evictions_passes_the_checks():
-    for setting in evictions.evictions():
-        if setting.seed == 0:
-            composed_of(setting.overrides)
 
 
 def test_every_mean_and_spread_in_the_docs_stands_in_the_report():

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lit_rlkv.config import ConfigError
+from lit_rlkv.distributed.fsdp import is_sharded
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR, over_ranks
 from lit_rlkv.distributed.sharding import (
     ShardedLayers,
@@ -19,7 +20,6 @@ from lit_rlkv.distributed.sharding import (
     disable_foreach_for_mixed_tensors,
     gather_full,
     gather_full_state,
-    is_sharded,
     shard_like,
     shard_state_like,
 )

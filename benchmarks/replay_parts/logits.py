@@ -1,16 +1,9 @@
-"""Replay gap of a small random model by precision, with logits in float32 and rounded to 16 bit.
+"""The gap of a small random model by precision, with logits in float32 and rounded to 16 bit."""
 
-    python benchmarks/rounded_logits.py [--device cuda] [--tokens 128] [--record]
-    python benchmarks/rounded_logits.py --fast                          a look at the output
-
-*float32* logits are what the package computes from 16-bit operands. *rounded* logits are those of a plain
-`nn.Linear`, in 16 bit. The gap is |log π − log μ| of replayed and sampled log-probs, in nats.
-"""
-
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-import command_line
 import record
 import torch
 from sampled import gap, sample
@@ -22,6 +15,7 @@ from lit_rlkv import CacheSpec, prepare_backbone, replay_logps
 
 NAME = "rounded_logits"
 VOCAB, HIDDEN = 1024, 128
+N_NEW = 128
 HEAD_SCALE = 20.0
 """Factor on the head's initial weights; log-probs are then about -2, as of a pretrained model."""
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -71,7 +65,7 @@ def measure(model: PreTrainedModel, cache: CacheSpec, n_rows: int, n_tokens: int
     return gap(replay_logps(model, rollout), rollout)
 
 
-def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
+def gaps(device: str, n_rows: int, n_tokens: int) -> list[dict]:
     """Return the gap of each precision, kind of logits and cache."""
     found = []
     for precision, dtype in PRECISIONS.items():
@@ -84,22 +78,13 @@ def run(device: str, n_rows: int, n_tokens: int) -> list[dict]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line.Parser(__doc__, NAME)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rows", type=int, default=8, help="sequences (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="response tokens (%(default)s)")
-    parser.add_argument("--fast", action="store_true", help="2 sequences of 32 tokens")
-    asked = parser.parse_args(arguments)
-    n_rows, n_tokens = (2, 32) if asked.fast else (asked.rows, asked.tokens)
-    found = run(asked.device, n_rows, n_tokens)
+def run(asked: argparse.Namespace) -> None:
+    """Print and record the gaps."""
+    n_rows, n_tokens = asked.batch, asked.new or N_NEW
+    found = gaps(asked.device, n_rows, n_tokens)
     keys = ("precision", "logits", "cache")
     values = ("mean", "p99", "max")
     lines = [[*(row[key] for key in keys), *(f"{row[value]:.1e}" for value in values)] for row in found]
     print(f"{n_rows} sequences of {n_tokens} tokens on {asked.device}; |log π − log μ| in nats\n")
     print(text_table((*keys, *values), lines, n_left=len(keys)))
     record.append(NAME, {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "gaps": found})
-
-
-if __name__ == "__main__":
-    main()

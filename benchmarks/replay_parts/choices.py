@@ -1,18 +1,10 @@
-"""The three records that a replay reads: their size, and the replay gap if one of them is left out.
+"""The records of a mixture of experts: their size, and the gap of a replay without one of them."""
 
-    python benchmarks/recorded_choices.py [--device cuda] [--tokens 96] [--record]
-    python benchmarks/recorded_choices.py --fast          a look at the output
-
-Small random mixtures of experts sample under an evicting cache with top_k and top_p, and record evictions,
-sampling masks and experts. The same weights replay all three, all but one, or none. The gap is
-|log π − log μ| in nats: the mean over seeds, and the largest of all tokens.
-"""
-
+import argparse
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import command_line
 import record
 import torch
 from sampled import gap, sample
@@ -24,6 +16,7 @@ from lit_rlkv import CacheSpec, Rollout, prepare_backbone, replay_logps
 NAME = "recorded_choices"
 FAMILY = "Qwen3-MoE, 8 of 64"
 VOCAB, HIDDEN, LAYERS = 1024, 128, 6
+N_NEW = 96
 LAYER_SCALE, HEAD_SCALE = 4.0, 20.0
 """Factors on initial weights: a product over 128 columns then has the size of one over 2,048 at the usual
 standard deviation, and log-probs are about -2, as of a pretrained model."""
@@ -66,7 +59,7 @@ def gap_without(model: Any, rollout: Rollout, replayed: set[str]) -> dict[str, f
     return gap(replay_logps(model, left, shadow="evicted_at" in replayed), rollout)
 
 
-def run(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> dict[str, Any]:
+def measure(seed: int, precision: str, device: str, n_rows: int, n_tokens: int) -> dict[str, Any]:
     """Return bytes per token of each record, and the gap of each learner."""
     model = prepare_backbone(make_model(seed, device).to(PRECISIONS[precision]))
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -104,27 +97,17 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line.Parser(__doc__, NAME)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rows", type=int, default=8, help="sequences (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=96, help="response tokens (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="models and rollouts (%(default)s)")
-    parser.add_argument("--fast", action="store_true", help="1 seed, 2 sequences of 32 tokens")
-    asked = parser.parse_args(arguments)
-    n_rows, n_tokens, n_seeds = (2, 32, 1) if asked.fast else (asked.rows, asked.tokens, asked.seeds)
+def run(asked: argparse.Namespace) -> None:
+    """Print and record bytes and gaps."""
+    n_rows, n_tokens = asked.batch, asked.new or N_NEW
     found = [
-        run(seed, precision, asked.device, n_rows, n_tokens)
-        for seed in range(n_seeds)
+        measure(seed, precision, asked.device, n_rows, n_tokens)
+        for seed in range(asked.seeds)
         for precision in PRECISIONS
     ]
     sampling = " ".join(f"{name}={value}" for name, value in SAMPLING.items())
-    print(f"{FAMILY}, {n_seeds} seeds, {n_rows} sequences of {n_tokens} tokens on {asked.device}")
+    print(f"{FAMILY}, {asked.seeds} seeds, {n_rows} sequences of {n_tokens} tokens on {asked.device}")
     print(f"cache {CACHE.label}, {sampling}; gaps in nats\n")
     print(tables(found))
     settings = {"on": asked.device, "n_rows": n_rows, "n_tokens": n_tokens, "cache": CACHE.label}
     record.append(NAME, settings | SAMPLING | {"family": FAMILY, "figures": found})
-
-
-if __name__ == "__main__":
-    main()
