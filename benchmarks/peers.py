@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ import command_line
 import record
 import torch
 from peers_parts.reward import share_of_digits
-from rich.console import Console
 from text_table import text_table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -36,14 +35,12 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import composed
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import EOS_TOKEN, build_task_tokenizer
-from lit_rlkv.interrupts import Interruption
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import RunContext, build_context
+from lit_rlkv.runs.outputs import RunOutputs
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.training_run import TrainingRun
+from lit_rlkv.runs.run import Run
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.tasks.arithmetic import ChainSum
 from lit_rlkv.types import Problem
@@ -103,8 +100,8 @@ def save_endless(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     tokenizer.save_pretrained(folder)
 
 
-def context_of(folder: Path, cache: Sequence[str], n_steps: int, overrides: Sequence[str] = ()) -> RunContext:
-    """Return the context of a run of this project on the model in `folder`."""
+def run_of(folder: Path, cache: Sequence[str], n_steps: int, overrides: Sequence[str] = ()) -> Run:
+    """Return a run of this project on the model in `folder`, whose files are in `folder/ours`."""
     settings = [
         *("stages=[rl]", "experiment=none", "algorithm=grpo", "roles=full", "correction=shadow"),
         *(f"model.path={folder}", "model.preset=null", f"runs_dir={folder / 'runs'}", *cache),
@@ -118,8 +115,9 @@ def context_of(folder: Path, cache: Sequence[str], n_steps: int, overrides: Sequ
     ]
     cfg = composed("config", [*settings, *overrides])
     del cfg.hydra
-    context = build_context(checked_config(cfg))
-    return replace(context, task=Digits())
+    run = Run(checked_config(cfg), folder=folder / "ours")
+    run.task = Digits()
+    return run
 
 
 class Watch(RLCallback):
@@ -164,14 +162,13 @@ class Alternate(RLCallback):
             self.step()
 
 
-def train_here(context: RunContext, folder: Path, *more: RLCallback) -> list[Step]:
+def train_here(run: Run, *more: RLCallback) -> list[Step]:
     """Train with this project's loop, its callbacks and `more`, and return the steps."""
-    run = TrainingRun(context, folder, Console(quiet=True), Interruption())
-    watch = Watch()
-    with run.open():
-        module = make_policy(context, str(context.cfg.model.path))
-        callbacks = [*run.callbacks(), *more, watch]
-        train_policy(context, module, callbacks, CheckpointDir(folder / "checkpoints"), None)
+    run.begin()
+    outputs, watch = RunOutputs(run), Watch()
+    with outputs.open():
+        module = make_policy(run, str(run.cfg.model.path))
+        train_policy(run, module, [*outputs.callbacks(), *more, watch])
     return watch.steps
 
 
@@ -262,9 +259,9 @@ def compare(cache: str, python: str, n_rounds: int, overrides: Sequence[str]) ->
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
-        context = context_of(folder, CACHES[cache], n_steps, overrides)
+        run = run_of(folder, CACHES[cache], n_steps, overrides)
         theirs = TrainerProcess(python, folder, n_steps)
-        ours = train_here(context, folder / "ours", Alternate(theirs.step))
+        ours = train_here(run, Alternate(theirs.step))
         theirs.close()
     both = {"ours": ours, "trl": theirs.steps}
     expected = N_PROMPTS * GROUP_SIZE * N_TOKENS

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from lightning.fabric import Fabric
@@ -10,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
-from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.config.schema import AlgorithmConfig, CacheConfig, RewardConfig, RolesConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS
 from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.experience.batch import Experience
@@ -241,27 +242,28 @@ def make_datamodule(
     tokens_per_pass=TOKENS_PER_PASS,
     **algorithm,
 ) -> RolloutDataModule:
-    task = task or DigitsAreGood(n_terms=3)
-    rollout = {"n_prompts": 4, "max_new_tokens": 10} | (rollout or {})
+    task, tokenizer = task or DigitsAreGood(n_terms=3), tokenizer or build_task_tokenizer()
+    settings = RolloutConfig(**{"n_prompts": 4, "max_new_tokens": 10} | (rollout or {}))
     algorithm = {"group_size": 4, "n_minibatches": 1, "aggregation": "sequence"} | algorithm
-    tokenizer, settings = tokenizer or build_task_tokenizer(), RolloutConfig(**rollout)
-    learner = AlgorithmConfig(**algorithm)
-    return RolloutDataModule(
-        roles,
-        tokenizer,
-        task,
-        PromptSource(task, split="train", seed=seed, curriculum=learner.curriculum),
-        spec,
-        correction,
-        advantage or GroupAdvantage("grpo"),
-        settings,
-        learner,
+    cfg = SimpleNamespace(
         seed=seed,
-        roles_config=roles_config,
-        reward=reward,
+        cache=CacheConfig(),
+        rollout=settings,
+        algorithm=AlgorithmConfig(**algorithm),
+        reward=reward or RewardConfig(verifier=1.0),
+        roles=roles_config or RolesConfig(),
+    )
+    advantage = advantage or GroupAdvantage("grpo")
+    run = SimpleNamespace(
+        cfg=cfg,
+        parts=SimpleNamespace(cache=spec, correction=correction, advantage=advantage),
+        tokenizer=tokenizer,
+        task=task,
         rewards=RewardManager(functions or {}),
         environments=None if environment is None else EnvironmentPool(environment, settings, tokenizer),
-        learner_parts=learner_parts,
-        warmup_part=warmup_part,
-        tokens_per_pass=tokens_per_pass,
+        ranks=SINGLE_PROCESS,
     )
+    module = SimpleNamespace(
+        roles=roles, learner_parts=learner_parts, warmup_part=warmup_part, evictions=None
+    )
+    return RolloutDataModule(run, module, tokens_per_pass=tokens_per_pass)

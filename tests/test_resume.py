@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.resumed import read_config
 from lit_rlkv.evaluate import evaluate
+from lit_rlkv.evaluation.results import Results
 from lit_rlkv.interrupts import REQUEUE as EXIT_CODE
 from lit_rlkv.runs.resume import is_done
-from lit_rlkv.runs.training_run import Results
 from tests.tiers import slow
 from tests.whole_runs import TINY, rows_of, run, run_killed, said_by, scoring
 

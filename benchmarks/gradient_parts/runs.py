@@ -13,9 +13,9 @@ from lit_rlkv.config import CONF_DIR, Config, build
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.run_files import CHECKPOINTS
 from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.runs.weights import load_trainable
 from lit_rlkv.stages.rl import train_policy
@@ -41,8 +41,8 @@ def config(*overrides: str) -> Config:
 
 def run(cfg: Config, callbacks: list[RLCallback], trained: Path | None = None) -> None:
     """RL with these callbacks and the config's distillation, from the SFT model or from a run's adapters."""
-    parts = build_context(cfg)
     with tempfile.TemporaryDirectory() as folder:
+        parts = Run(cfg, folder=Path(folder))
         start = find_starting_model(cfg, Path(folder)) or run_sft(parts, [])
         module = make_policy(parts, start)
         if trained is not None:
@@ -52,7 +52,7 @@ def run(cfg: Config, callbacks: list[RLCallback], trained: Path | None = None) -
             load_trainable(module, saved.weights())
         if cfg.distillation is not None:
             callbacks = [*callbacks, build(cfg.distillation)]
-        train_policy(parts, module, callbacks, CheckpointDir(Path(folder) / CHECKPOINTS), None)
+        train_policy(parts, module, callbacks)
 
 
 class Log(RLCallback):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig, RolesConfig, RolloutConfig
+from lit_rlkv.config.schema import Config
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import decode_completions, is_end, padded
-from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
 from lit_rlkv.experience.advantages import AdvantageEstimator
 from lit_rlkv.experience.batch import Experience
@@ -40,12 +40,58 @@ from lit_rlkv.objectives.corrections import Correction, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rng import stream
+from lit_rlkv.rng import derive_seed, stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import call
 from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
+
+
+@runtime_checkable
+class RolloutParts(Protocol):
+    """The objects of a config that rollouts need."""
+
+    @property
+    def cache(self) -> CacheSpec: ...
+    @property
+    def correction(self) -> Correction: ...
+    @property
+    def advantage(self) -> AdvantageEstimator: ...
+
+
+@runtime_checkable
+class RolloutRun(Protocol):
+    """The part of a run that rollouts need; `lit_rlkv.runs.run.Run` has all of it."""
+
+    @property
+    def cfg(self) -> Config: ...
+    @property
+    def parts(self) -> RolloutParts: ...
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def rewards(self) -> RewardManager: ...
+    @property
+    def environments(self) -> EnvironmentPool | None: ...
+    @property
+    def ranks(self) -> Ranks: ...
+
+
+@runtime_checkable
+class Learners(Protocol):
+    """The part of an RL module that rollouts need; see `lit_rlkv.modules.base.PolicyModule`."""
+
+    @property
+    def roles(self) -> Roles: ...
+    @property
+    def learner_parts(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def warmup_part(self) -> tuple[str, ...]: ...
+    @property
+    def evictions(self) -> object | None: ...
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -55,83 +101,59 @@ class RolloutDataModule(L.LightningDataModule):
     the KL coefficient and the reward's running moments, these are the whole state of training.
 
     Args:
-        roles: roles of the run; the policy samples.
-        source: source of prompts; each rank takes its own.
-        cache: cache of the rollouts, unless `correction` samples with a dense one.
-        target_overlap, budget_bounds: see `BudgetController`.
-        correction: cache of the sampler, view of the learner, and importance weights.
-        advantage: advantage estimator, of the kind that the module needs.
-        rollout: settings of sampling and scoring.
-        algorithm: group size, how a rollout is cut into optimizer steps, and the KL to the reference.
-        roles_config: the critic's view, and if passes are stacked; None: the defaults.
-        reward: components and weights; None: the verifier's score alone.
-        environments: answer the turns of responses; None: a response is one turn.
-        rewards: reward functions, which score a response once it has ended, while others are sampled and the
-            roles score; None without any.
-        learner_parts, warmup_part: attributes of the module: roles that learn together from a micro-batch.
+        run: config, cache, correction, advantage estimator, tokenizer, task, reward functions, environments
+            and ranks. Reward functions score a response once it has ended, while others are sampled and the
+            roles score.
+        module: its policy samples; its roles score, and learn in the parts that it names.
         callbacks: called around and during rollout, score and reward, with each experience before it is cut
             into minibatches, and with the function that splits it into parts; see `RLCallback`.
-        ranks: the processes that share the responses of an iteration.
         tokens_per_pass: most tokens in one forward of scoring and update, padding included.
-        trains_evictions: True if the module learns from the evictions, which are then counted.
     """
 
     def __init__(
         self,
-        roles: Roles,
-        tokenizer: PreTrainedTokenizerBase,
-        task: Task,
-        source: PromptSource,
-        cache: CacheSpec,
-        correction: Correction,
-        advantage: AdvantageEstimator,
-        rollout: RolloutConfig,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        roles_config: RolesConfig | None = None,
-        reward: RewardConfig | None = None,
-        rewards: RewardManager | None = None,
-        environments: EnvironmentPool | None = None,
-        learner_parts: tuple[tuple[str, ...], ...] = (("policy",),),
-        warmup_part: tuple[str, ...] = ("value",),
+        run: RolloutRun,
+        module: Learners,
         callbacks: Sequence[Callback] = (),
-        ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
-        target_overlap: float | int | None = None,
-        budget_bounds: Sequence[int] | None = None,
-        trains_evictions: bool = False,
     ) -> None:
         super().__init__()
-        self.roles = roles
-        self.tokenizer = tokenizer
-        self.task = task
-        self.source = source
-        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache.for_rollouts
-        self.trains_evictions = trains_evictions
-        bounds = None if target_overlap is None else budget_bounds
-        self.budget = BudgetController(sampler_cache, target_overlap, bounds)
-        self.correction = correction
-        self.advantage = advantage.for_task(task)
-        self.settings = rollout
-        self.algorithm = algorithm
-        self.roles_config = roles_config or RolesConfig()
-        self.seed = seed
-        self.ranks = ranks
+        cfg, correction = run.cfg, run.parts.correction
+        self.roles = module.roles
+        self.trains_evictions = module.evictions is not None
+        self.tokenizer = run.tokenizer
+        self.task = run.task
+        self.environments = run.environments
+        self.rewards = run.rewards
+        self.ranks = run.ranks
+        self.seed = cfg.seed
+        self.settings = cfg.rollout
+        self.algorithm = cfg.algorithm
+        self.roles_config = cfg.roles
+        self.callbacks = callbacks
         self.tokens_per_pass = tokens_per_pass
-        self.n_shards = rollout.n_shards or ranks.size
-        self.kl = KLController(algorithm.kl)
-        self.environments = environments
-        self.rewards = rewards or RewardManager({})
-        self.reward = RewardRule(
-            reward or RewardConfig(verifier=1.0), self.rewards.functions, rollout.max_new_tokens
+        self.n_shards = cfg.rollout.n_shards or self.ranks.size
+        self.source = PromptSource(
+            run.task,
+            split="train",
+            seed=derive_seed(cfg.seed, "prompts", "rl"),
+            curriculum=cfg.algorithm.curriculum,
         )
+        sampler_cache = CacheSpec.dense() if correction.samples_dense else run.parts.cache.for_rollouts
+        target = cfg.cache.target_overlap
+        bounds = None if target is None else cfg.cache.budget_bounds
+        self.budget = BudgetController(sampler_cache, target, bounds)
+        self.correction = correction
+        self.advantage = run.parts.advantage.for_task(run.task)
+        self.kl = KLController(cfg.algorithm.kl)
+        self.reward = RewardRule(cfg.reward, self.rewards.functions, cfg.rollout.max_new_tokens)
         self.splitter = MinibatchSplitter(
             self.advantage,
-            algorithm,
-            learner_parts=learner_parts,
-            warmup_part=warmup_part,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=seed,
+            cfg.algorithm,
+            learner_parts=module.learner_parts,
+            warmup_part=module.warmup_part,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            seed=cfg.seed,
             n_shards=self.n_shards,
             tokens_per_pass=tokens_per_pass,
         )
@@ -140,7 +162,6 @@ class RolloutDataModule(L.LightningDataModule):
         """Rounds of this iteration before the present one."""
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
-        self.callbacks = callbacks
         self.sources: dict[str, str] = {}
         """Fingerprints of files that a resumed run must find again, kept in its checkpoints."""
 

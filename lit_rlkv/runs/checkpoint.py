@@ -273,8 +273,8 @@ class HasLogits(Protocol):
     def has_finite_logits(self) -> bool: ...
 
 
-class RunState:
-    """All that a checkpoint holds of a run: put together by `save`, taken apart by `load`.
+class CheckpointSaver:
+    """Saves the state of a run as a checkpoint when one is due, and restores that of the one to resume from.
 
     Args:
         module: an `nn.Module` with `has_finite_logits`; its trained parameters are saved.

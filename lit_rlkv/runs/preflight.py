@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.callbacks.hooks import RLCallback, check_hooks
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_targets, parse_config, require
-from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items
 from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig
 from lit_rlkv.environments import Environment
@@ -23,8 +22,6 @@ from lit_rlkv.experience.advantages import AdvantageEstimator, PairAdvantage
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.reward import ENVIRONMENT, RewardRule, accuracy_component, rewarding
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.scorer import KVShape
-from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
@@ -104,7 +101,7 @@ def build_and_check(config: Config) -> CheckedConfig:
     _check_algorithm(checked)
     _check_budget_control(checked)
     _check_evictions(checked)
-    _check_minibatches(checked)
+    check_minibatches(checked)
     _check_verifier(checked)
     if "eval" in config.stages:
         check_accuracy(checked)
@@ -227,38 +224,6 @@ def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optim
     return make
 
 
-def try_optimizers(cfg: CheckedConfig, device: torch.device) -> None:
-    """Take a step of each optimizer on small parameters of the kinds that it will train.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    matrix, vector = torch.zeros(4, 4), torch.zeros(4)
-    learned = [matrix, *([vector] if LAYOUTS[cfg.roles.layout].trains_backbones else [])]
-    if cfg.parts.has_critic:
-        learned += ScalarHead(4).parameters()
-    if (policy := cfg.parts.cache.make_policy()) is not None and policy.is_trained:
-        learned += policy.make_scorer([KVShape(2, 4, 4)]).parameters()
-    stages = {
-        "sft": ("sft.optimizer", cfg.sft.optimizer, cfg.parts.sft_optimizer, [matrix, vector]),
-        "rl": ("optimizer", cfg.optimizer, cfg.parts.optimizer, learned),
-    }
-    for name, node, make, kinds in [stages[stage] for stage in cfg.stages if stage in stages]:
-        parameters = [torch.nn.Parameter(kind.detach().clone().to(device)) for kind in kinds]
-        try:
-            optimizer = make([{"params": parameters}])
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-        except Exception as error:  # optimizers raise any type
-            sizes = sorted({kind.ndim for kind in kinds})
-            raise ConfigError(
-                f"{name}._target_={node._target_} must train parameters of {' and '.join(map(str, sizes))} "
-                f"dimensions, by dense gradients and without a closure, and its first step fails: "
-                f"{one_line(error) or type(error).__name__}; use another, such as torch.optim.AdamW"
-            ) from error
-
-
 def _check_algorithm(cfg: CheckedConfig) -> None:
     """Check the parts of an algorithm, alone and together."""
     algorithm = cfg.algorithm
@@ -330,7 +295,7 @@ def _check_evictions(cfg: CheckedConfig) -> None:
     )
 
 
-def _check_minibatches(cfg: CheckedConfig, n_shards: int = 1) -> None:
+def check_minibatches(cfg: CheckedConfig, n_shards: int = 1) -> None:
     """Check that the responses or pairs of each shard suffice for the minibatches."""
     is_pairwise = isinstance(cfg.parts.advantage, PairAdvantage)
     n_prompts, n_minibatches = cfg.rollout.n_prompts // n_shards, cfg.algorithm.n_minibatches
@@ -456,28 +421,6 @@ def _check_trained_weights(cfg: Config) -> None:
             f"fabric.quantization={fabric.quantization}, but {who} trains all weights; use {instead}, or "
             "null",
         )
-
-
-def check_shares(cfg: CheckedConfig, n_ranks: int) -> None:
-    """Check that prompts and rows of the SFT stage can be divided evenly among the ranks.
-
-    Raises:
-        ConfigError: they cannot; ranks with less work would wait for the others.
-    """
-    n_shards = cfg.rollout.n_shards or n_ranks
-    shared = {
-        "rollout.n_shards": (n_shards, n_ranks),
-        "rollout.n_prompts": (cfg.rollout.n_prompts, n_shards),
-    }
-    if "sft" in cfg.stages:
-        shared |= {"sft.batch_size": (cfg.sft.batch_size, n_ranks), "sft.n_pairs": (cfg.sft.n_pairs, n_ranks)}
-    for name, (value, n_parts) in shared.items():
-        require(
-            value % n_parts == 0,
-            f"{name}={value} cannot be divided evenly over {n_parts} "
-            f"{'shards' if name == 'rollout.n_prompts' else 'processes'}; give a multiple of {n_parts}",
-        )
-    _check_minibatches(cfg, n_shards)
 
 
 def build_reward_functions(cfg: RewardConfig) -> dict[str, RewardFunction]:
