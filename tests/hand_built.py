@@ -224,6 +224,20 @@ def train_here(module, datamodule, n_iterations: int) -> MetricLog:
     return log
 
 
+def make_run(task, tokenizer, rollout, *, parts=None, rewards=None, environments=None, **config):
+    """Return the part of a run that rollouts and evaluations need."""
+    defaults = {"seed": 0, "cache": CacheConfig(), "reward": RewardConfig(verifier=1.0)}
+    return SimpleNamespace(
+        cfg=SimpleNamespace(**defaults | config, rollout=rollout),
+        parts=parts,
+        tokenizer=tokenizer,
+        task=task,
+        rewards=rewards or RewardManager({}),
+        environments=environments,
+        ranks=SINGLE_PROCESS,
+    )
+
+
 def make_datamodule(
     roles: Roles,
     correction: Correction = REPLAY,
@@ -245,23 +259,19 @@ def make_datamodule(
     task, tokenizer = task or DigitsAreGood(n_terms=3), tokenizer or build_task_tokenizer()
     settings = RolloutConfig(**{"n_prompts": 4, "max_new_tokens": 10} | (rollout or {}))
     algorithm = {"group_size": 4, "n_minibatches": 1, "aggregation": "sequence"} | algorithm
-    cfg = SimpleNamespace(
+    run = make_run(
+        task,
+        tokenizer,
+        settings,
+        parts=SimpleNamespace(
+            cache=spec, correction=correction, advantage=advantage or GroupAdvantage("grpo")
+        ),
+        rewards=RewardManager(functions or {}),
+        environments=None if environment is None else EnvironmentPool(environment, settings, tokenizer),
         seed=seed,
-        cache=CacheConfig(),
-        rollout=settings,
         algorithm=AlgorithmConfig(**algorithm),
         reward=reward or RewardConfig(verifier=1.0),
         roles=roles_config or RolesConfig(),
-    )
-    advantage = advantage or GroupAdvantage("grpo")
-    run = SimpleNamespace(
-        cfg=cfg,
-        parts=SimpleNamespace(cache=spec, correction=correction, advantage=advantage),
-        tokenizer=tokenizer,
-        task=task,
-        rewards=RewardManager(functions or {}),
-        environments=None if environment is None else EnvironmentPool(environment, settings, tokenizer),
-        ranks=SINGLE_PROCESS,
     )
     module = SimpleNamespace(
         roles=roles, learner_parts=learner_parts, warmup_part=warmup_part, evictions=None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages
+from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages, PairAdvantage
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
 from lit_rlkv.objectives.reduction import AGGREGATIONS
@@ -39,6 +39,25 @@ class RolloutPart:
 
 RolloutSplit = Callable[[Experience, int], Iterator[RolloutPart]]
 """Splits an experience, or a changed copy of it, into a number of parts."""
+
+
+def check_minibatches(
+    advantage: AdvantageEstimator, algorithm: AlgorithmConfig, n_prompts: int, n_shards: int = 1
+) -> None:
+    """Check that the responses or pairs of each shard suffice for the minibatches.
+
+    Raises:
+        ValueError: they do not.
+    """
+    is_pairwise = isinstance(advantage, PairAdvantage)
+    n_units = n_prompts // n_shards * (1 if is_pairwise else algorithm.group_size)
+    if algorithm.n_minibatches > n_units:
+        units = "pairs" if is_pairwise else "responses"
+        raise ValueError(
+            f"algorithm.n_minibatches={algorithm.n_minibatches} cannot be cut from {n_units} {units}"
+            f"{f' of each of {n_shards} shards' if n_shards > 1 else ''}; lower it, or raise "
+            "rollout.n_prompts"
+        )
 
 
 class MinibatchSplitter:

@@ -8,13 +8,14 @@ from lit_rlkv.config import ConfigError, as_config_errors, require
 from lit_rlkv.config.errors import one_line
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.validation import N_CHECKED, check_answers, solutions_below_full_score
+from lit_rlkv.experience.minibatches import check_minibatches
 from lit_rlkv.kvcache.scorer import KVShape
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.progress import QUIET_S, track
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.preflight import CheckedConfig, check_minibatches
+from lit_rlkv.runs.preflight import CheckedConfig, as_refusals
 from lit_rlkv.runs.run import Run
 from lit_rlkv.tasks import UserTask
 from lit_rlkv.tasks.rows import N_REPORTED
@@ -119,7 +120,8 @@ def check_shares(cfg: CheckedConfig, n_ranks: int) -> None:
             f"{name}={value} cannot be divided evenly over {n_parts} "
             f"{'shards' if name == 'rollout.n_prompts' else 'processes'}; give a multiple of {n_parts}",
         )
-    check_minibatches(cfg, n_shards)
+    with as_refusals():
+        check_minibatches(cfg.parts.advantage, cfg.algorithm, cfg.rollout.n_prompts, n_shards)
 
 
 def try_diagnostics(run: Run, module: PolicyModule) -> None:

@@ -15,7 +15,6 @@ from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator, caches_to_evaluate
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.evaluation.reward_model import score_pairs
-from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.heads import ScalarHead
@@ -75,22 +74,14 @@ def score_caches(
     cfg, n_prompts = run.cfg, run.cfg.evaluation.n_prompts
     source = PromptSource(run.task, split="eval", seed=cfg.seed)
     problems = source.take(min(n_prompts, source.size or n_prompts))
+    backbone = roles.backbone("policy")
     evaluator = Evaluator(
+        run,
         roles,
-        run.tokenizer,
-        run.task,
         problems,
-        cfg.evaluation,
-        cfg.rollout,
-        cfg.seed,
-        cfg.accuracy,
-        RewardRule(cfg.reward, run.rewards.functions),
-        run.rewards,
         n_samples,
-        run.ranks,
-        batch_size=evaluation_rows(run, roles, roles.backbone("policy"), caches),
-        tokens_per_pass=tokens_per_pass(run, roles, roles.backbone("policy")),
-        environments=run.environments,
+        batch_size=evaluation_rows(run, roles, backbone, caches),
+        tokens_per_pass=tokens_per_pass(run, roles, backbone),
     )
     rows: list[EvalRow] = []
     with track("eval", len(caches)) as advance, run.fabric.autocast():

@@ -11,9 +11,9 @@ from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.runs.checkpoint import CheckpointSaver
 from lit_rlkv.runs.pass_size import tokens_per_pass
 from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import source_ids
 from lit_rlkv.trainer import train
 

@@ -27,11 +27,12 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
-from lit_rlkv.runs.checkpoint import CheckpointDir, CheckpointSaver, RetentionPolicy
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import check_rollout_memory, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import (
     REWARD_HEAD,
     SFT_DONE,
