@@ -1,7 +1,7 @@
 """RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,6 @@ from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.trainer import call
@@ -179,8 +178,12 @@ class RolloutDataModule(L.LightningDataModule):
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
         pending = self.rewards.begin(problems)
-        with self._phase("rollout", len(problems) * self.settings.max_new_tokens) as progress:
-            rollout, talks = self._sample(prompts, pending, progress.advance)
+        draw = (self.iteration,) if self._round == 0 else (self.iteration, "round", self._round)
+        n_tokens = len(problems) * self.settings.max_new_tokens
+        with self._phase("rollout", n_tokens) as progress, acting_as(self.roles, "policy") as backbone:
+            rollout, talks = sample_groups(
+                self.run, backbone, self.cache, prompts, pending, draw, progress.advance
+            )
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
         completions = [pending.completions[row] for row in range(len(problems))]
@@ -274,19 +277,6 @@ class RolloutDataModule(L.LightningDataModule):
         found = [(problem.prompt, rate) for problem, rate in zip(problems, rates, strict=True)]
         curriculum.update(each for each in self.run.ranks.all_gather_object(found) if not math.isnan(each[1]))
         return curriculum.metrics()
-
-    def _sample(
-        self,
-        shards: Mapping[int, Sequence[Problem]],
-        pending: PendingRewards,
-        on_progress: Callable[[int], object],
-    ) -> tuple[Rollout, list[TextConversations]]:
-        """Sample a group of responses to each problem with the policy; see `sample_groups`."""
-        draw: tuple[str | int, ...] = (self.iteration,)
-        if self._round > 0:
-            draw += ("round", self._round)
-        with acting_as(self.roles, "policy") as backbone:
-            return sample_groups(self.run, backbone, self.cache, shards, pending, draw, on_progress)
 
     def _ended(self, rollout: Rollout, talks: Sequence[TextConversations]) -> Bool[Tensor, " batch"]:
         """Return True for the responses that were not cut at max_new_tokens."""
