@@ -78,7 +78,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.roles_config = cfg.roles
         self.callbacks = callbacks
         self.tokens_per_pass = tokens_per_pass
-        self.n_shards = cfg.rollout.n_shards or self.run.ranks.size
         self.source = PromptSource(
             run.task,
             split="train",
@@ -93,16 +92,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.advantage = run.parts.advantage.for_task(run.task)
         self.kl = KLController(cfg.algorithm.kl, cfg.rollout.n_prompts * cfg.algorithm.group_size)
         self.reward = RewardRule(cfg.reward, self.rewards.functions, cfg.rollout.max_new_tokens)
-        self.splitter = MinibatchSplitter(
-            self.advantage,
-            cfg.algorithm,
-            learner_parts=module.learner_parts,
-            warmup_part=module.warmup_part,
-            max_new_tokens=cfg.rollout.max_new_tokens,
-            seed=cfg.seed,
-            n_shards=self.n_shards,
-            tokens_per_pass=tokens_per_pass,
-        )
+        self.splitter = MinibatchSplitter(run, module, self.advantage, tokens_per_pass)
+        self.n_shards = self.splitter.n_shards
         self.iteration = 0
         self._round = 0
         """Rounds of this iteration before the present one."""

@@ -133,7 +133,8 @@ def check_run(run: SavedRun) -> CheckedConfig:
         cfg.fabric.accelerator = "auto"
     checked = checked_config(cfg)
     # Without distillation, a teacher that only it needs is not loaded.
-    return replace(checked, distillation=None, parts=replace(checked.parts, distillation=None))
+    checked.parts.distillation = None
+    return replace(checked, distillation=None)
 
 
 def open_run(saved: SavedRun, cfg: CheckedConfig | None = None) -> tuple[Run, PolicyModule]:

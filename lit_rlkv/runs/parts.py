@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -28,60 +27,46 @@ from lit_rlkv.tasks import Task
 from lit_rlkv.tasks.json_rows import reading_progress
 
 
-@dataclass(frozen=True)
 class Parts:
-    """The objects that a config names, each built once in a process."""
-
-    task: Task
-    environment_factory: Callable[[], Environment] | None
-    """Makes the environment of one response; None: responses have one turn."""
-    cache: CacheSpec
-    """Of the config; a correction may sample rollouts with a dense one instead."""
-    advantage: AdvantageEstimator
-    correction: Correction
-    optimizer: Callable[[list[Any]], Optimizer]
-    sft_optimizer: Callable[[list[Any]], Optimizer]
-    module: partial[PolicyModule]
-    """Makes the module of the algorithm from roles and an optimizer."""
-    reward_functions: dict[str, RewardFunction]
-    distillation: RLCallback | None
-    diagnostics: list[Diagnostic]
-    user_callbacks: list[Callback]
-    logger: Any
-    """A logger, or the function that makes one of Lightning's; None without any."""
-
-    @property
-    def has_critic(self) -> bool:
-        return "value" in self.advantage.needs
-
-
-def build_parts(cfg: Config) -> Parts:
-    """Build the objects of a config; no code of the user runs but its constructors.
+    """The objects that a config names, each built once; of the user's code the constructors alone run.
 
     Raises:
         ConfigError: an object cannot be built, or is of the wrong kind.
     """
-    with as_config_errors("cache"):
-        control = ("target_overlap", "budget_bounds")
-        cache = CacheSpec(**{key: value for key, value in vars(cfg.cache).items() if key not in control})
-    user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
-    with as_config_errors("user_callbacks"):
-        check_hooks(user_callbacks.values())
-    return Parts(
-        task=build_task(cfg),
-        environment_factory=build_environment_factory(cfg),
-        cache=cache,
-        advantage=_built("algorithm.advantage", cfg.algorithm.advantage, AdvantageEstimator),
-        correction=build(cfg.correction),
-        optimizer=_build_optimizer("optimizer", cfg.optimizer),
-        sft_optimizer=_build_optimizer("sft.optimizer", cfg.sft.optimizer),
-        module=_build_module(cfg.algorithm),
-        reward_functions=build_reward_functions(cfg.reward),
-        distillation=None if cfg.distillation is None else build(cfg.distillation),
-        diagnostics=[build(node) for node in cfg.diagnostics.values() if node is not None],
-        user_callbacks=[*user_callbacks.values()],
-        logger=None if cfg.logger is None else build(cfg.logger),
-    )
+
+    def __init__(self, cfg: Config) -> None:
+        with as_config_errors("cache"):
+            control = ("target_overlap", "budget_bounds")
+            self.cache = CacheSpec(
+                **{key: each for key, each in vars(cfg.cache).items() if key not in control}
+            )
+            """Of the config; a correction may sample rollouts with a dense one instead."""
+        user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
+        with as_config_errors("user_callbacks"):
+            check_hooks(user_callbacks.values())
+        self.user_callbacks: list[Callback] = [*user_callbacks.values()]
+        self.task = build_task(cfg)
+        self.environment_factory = build_environment_factory(cfg)
+        """Makes the environment of one response; None: responses have one turn."""
+        self.advantage: AdvantageEstimator = _built(
+            "algorithm.advantage", cfg.algorithm.advantage, AdvantageEstimator
+        )
+        self.correction: Correction = build(cfg.correction)
+        self.optimizer = _build_optimizer("optimizer", cfg.optimizer)
+        self.sft_optimizer = _build_optimizer("sft.optimizer", cfg.sft.optimizer)
+        self.module = _build_module(cfg.algorithm)
+        """Makes the module of the algorithm from roles and an optimizer."""
+        self.reward_functions = build_reward_functions(cfg.reward)
+        self.distillation: RLCallback | None = None if cfg.distillation is None else build(cfg.distillation)
+        self.diagnostics: list[Diagnostic] = [
+            build(node) for node in cfg.diagnostics.values() if node is not None
+        ]
+        self.logger = None if cfg.logger is None else build(cfg.logger)
+        """A logger, or the function that makes one of Lightning's; None without any."""
+
+    @property
+    def has_critic(self) -> bool:
+        return "value" in self.advantage.needs
 
 
 def _built(name: str, node: Any, kind: type) -> Any:

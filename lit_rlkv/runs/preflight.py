@@ -16,7 +16,7 @@ from lit_rlkv.experience.minibatches import check_minibatches
 from lit_rlkv.experience.reward import RewardRule, accuracy_component, check_verifiable, rewarding
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.runs.parts import Parts, build_parts
+from lit_rlkv.runs.parts import Parts
 from lit_rlkv.tasks import FiniteTask
 
 
@@ -65,7 +65,7 @@ def build_and_check(config: Config) -> CheckedConfig:
         ConfigError: the first rule that is broken.
     """
     check_targets(config.source)
-    checked = CheckedConfig(**vars(config), parts=build_parts(config))
+    checked = CheckedConfig(**vars(config), parts=Parts(config))
     with as_config_errors("evaluation.budgets"):
         caches_to_evaluate(checked.parts.cache, config.evaluation.budgets)
     _check_algorithm(checked)
