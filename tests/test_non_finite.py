@@ -13,11 +13,10 @@ from lightning.fabric.plugins import MixedPrecision
 from lit_rlkv.config import ConfigError
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import MAX_SKIPPED, NonFiniteError, NonFiniteGuard
-from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.checkpoint import CheckpointDir, trainable_weights
 from lit_rlkv.runs.open_run import find_run, open_run
 from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import SFT_MODELS, backbone_id
-from lit_rlkv.runs.weights import trainable_weights
 from lit_rlkv.trainer import Learner, TrainState
 from tests.tiers import slow
 from tests.whole_runs import rows_of, run

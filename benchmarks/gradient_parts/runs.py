@@ -12,12 +12,11 @@ from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, Config, build
 from lit_rlkv.diagnostics.covariance import PartGradients
 from lit_rlkv.run_files import CHECKPOINTS
-from lit_rlkv.runs.checkpoint import CheckpointDir
+from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import find_starting_model
-from lit_rlkv.runs.weights import load_trainable
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
 

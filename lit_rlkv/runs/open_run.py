@@ -15,12 +15,17 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
 from lit_rlkv.reporting.run_metrics import ITERATION, read_metrics
 from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, METRICS
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
+from lit_rlkv.runs.checkpoint import (
+    Checkpoint,
+    CheckpointDir,
+    load_checkpoint,
+    load_reference,
+    load_trainable,
+)
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import CheckedConfig, checked_config
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import backbone_id, check_backbone, pretrained_path
-from lit_rlkv.runs.weights import load_reference, load_trainable
 
 log = logging.getLogger(__name__)
 

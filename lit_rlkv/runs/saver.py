@@ -10,9 +10,8 @@ from torch import nn
 from lit_rlkv.config import as_config_errors
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir
+from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, reference_weights, trainable_weights
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.weights import reference_weights, trainable_weights
 from lit_rlkv.trainer import TrainState
 
 log = logging.getLogger(__name__)

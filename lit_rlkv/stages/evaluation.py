@@ -27,7 +27,7 @@ from lit_rlkv.runs.pass_size import evaluation_rows, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
-from lit_rlkv.types import PreferencePair, Rollout
+from lit_rlkv.types import PreferencePair, Problem, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +71,11 @@ def score_caches(
 
     Signals are handled before each cache.
     """
-    cfg, n_prompts = run.cfg, run.cfg.evaluation.n_prompts
-    source = PromptSource(run.task, split="eval", seed=cfg.seed)
-    problems = source.take(min(n_prompts, source.size or n_prompts))
     backbone = roles.backbone("policy")
     evaluator = Evaluator(
         run,
         roles,
-        problems,
+        held_out_problems(run),
         n_samples,
         batch_size=evaluation_rows(run, roles, backbone, caches),
         tokens_per_pass=tokens_per_pass(run, roles, backbone),
@@ -100,7 +97,7 @@ def score_caches(
             "accuracy is 0 with every cache although the mean reward is up to %.3g: no response has the full "
             "score 1 of %s; reward.accuracy=NAME counts by a function of reward.functions instead",
             best,
-            cfg.accuracy,
+            run.cfg.accuracy,
         )
 
 
@@ -121,14 +118,17 @@ def evaluate_policy(run: Run, roles: Roles) -> tuple[list[EvalRow], Rollout | No
     return rows, pictured
 
 
+def held_out_problems(run: Run) -> list[Problem]:
+    """Return at most `evaluation.n_prompts` problems of the eval split."""
+    source, n_prompts = PromptSource(run.task, split="eval", seed=run.cfg.seed), run.cfg.evaluation.n_prompts
+    return source.take(min(n_prompts, source.size or n_prompts))
+
+
 def held_out_pairs(run: Run) -> list[PreferencePair]:
-    """Return at most `evaluation.n_prompts` preference pairs of the eval split."""
-    cfg = run.cfg
-    rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
+    """Return the preference pairs of the held-out problems."""
+    rng = Random(derive_seed(run.cfg.seed, "corrupt", "eval"))
     with as_config_errors("task"):
-        source = PromptSource(run.task, split="eval", seed=cfg.seed)
-        n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
-        return [preference_pair(run.task, problem, rng) for problem in source.take(n_pairs)]
+        return [preference_pair(run.task, problem, rng) for problem in held_out_problems(run)]
 
 
 def report_on_reward(run: Run, roles: Roles, start: str | Path) -> RewardReport | None:

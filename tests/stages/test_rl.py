@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.config import ConfigError
 from lit_rlkv.runs import policy as training
+from lit_rlkv.runs.checkpoint import load_trainable, trainable_weights
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL
-from lit_rlkv.runs.weights import load_trainable, trainable_weights
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
