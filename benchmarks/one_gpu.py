@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,8 @@ from time_limit import TimeLimit
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import composed
 from lit_rlkv.out_of_memory import is_out_of_memory
-from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 
 SHAPES = {
     "0.5b": QWEN_0_5B | {"head_dim": 64},
@@ -125,7 +124,7 @@ def measure(args: argparse.Namespace, key: Row, limit: TimeLimit, *, is_first: b
     try:
         with tempfile.TemporaryDirectory() as folder:
             watch = Watch(row, limit, torch.device(args.device))
-            train_here(context_of(args, key, Path(folder)), Path(folder) / "run", watch)
+            train_here(run_of(args, key, Path(folder)), watch)
     except OutOfTimeError:
         if is_first and not watch.has_noted:  # the next start would not get further
             record.append(NAME, row | vars(Refusal("no token within the time of a start", False)))
@@ -139,8 +138,8 @@ def measure(args: argparse.Namespace, key: Row, limit: TimeLimit, *, is_first: b
     release(args.device)
 
 
-def context_of(args: argparse.Namespace, key: Row, folder: Path) -> RunContext:
-    """Return the context of a cell's run."""
+def run_of(args: argparse.Namespace, key: Row, folder: Path) -> Run:
+    """Return a cell's run."""
     n_tokens, overrides = key["length"], list(args.overrides)
     if not any(text.startswith("model.path=") for text in overrides):
         overrides.append(f"model.path={random_model(args, key['shape'])}")
@@ -156,7 +155,9 @@ def context_of(args: argparse.Namespace, key: Row, folder: Path) -> RunContext:
     settings += ["fabric.quantization=4bit"] if key["bits"] == 4 else []
     cfg = composed("config", [*settings, *overrides])
     del cfg.hydra
-    return replace(build_context(checked_config(cfg)), task=Digits())
+    run = Run(checked_config(cfg), folder=folder / "run")
+    run.task = Digits()
+    return run
 
 
 def random_model(args: argparse.Namespace, shape: str) -> Path:

@@ -27,7 +27,7 @@ from pretrained_parts.results import Results
 from pretrained_parts.setting import FAST, FULL, KINDS, NAME, Cell, Sizes, cells
 
 from lit_rlkv.models.gguf import converted_gguf
-from lit_rlkv.runs.context import CONVERTED_MODELS
+from lit_rlkv.runs.starting_model import CONVERTED_MODELS
 
 ROOT = record.ROOT
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -79,15 +79,15 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     from lit_rlkv.runs.preflight import check_accuracy
     from lit_rlkv.stages.evaluation import score_caches
 
-    run = find_run(Path(asked.ckpt).expanduser())
-    check_targets(run.cfg)
+    saved = find_run(Path(asked.ckpt).expanduser())
+    check_targets(saved.cfg)
     for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", *SAMPLING):
         if (value := getattr(asked, key)) is not None:
-            run.cfg.evaluation[key] = value
-    run.cfg.kernels = asked.kernels or run.cfg.kernels
-    run.cfg.reward.accuracy = asked.reward.accuracy or run.cfg.reward.accuracy
-    check_saved_code(parse_config(run.cfg).reward.functions)
-    cfg = check_run(run)
+            saved.cfg.evaluation[key] = value
+    saved.cfg.kernels = asked.kernels or saved.cfg.kernels
+    saved.cfg.reward.accuracy = asked.reward.accuracy or saved.cfg.reward.accuracy
+    check_saved_code(parse_config(saved.cfg).reward.functions)
+    cfg = check_run(saved)
     check_accuracy(cfg)
     require(
         not asked.pass_at_k or cfg.accuracy is not None,
@@ -113,15 +113,15 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
             f"budgets={show(asked.budgets)} need an evicting policy, and there is only dense; add "
             "policies=[snapkv]"
         )
-    _check_writable(run.run_dir)
-    context, module = open_run(run, cfg)
+    _check_writable(saved.run_dir)
+    run, module = open_run(saved, cfg)
     scored, samples = [], []
-    for found in score_caches(context, module.roles, caches, asked.n_samples):
+    for found in score_caches(run, module.roles, caches, asked.n_samples):
         scored.append((found.row, estimate(found.samples, asked.pass_at_k, level=asked.level)))
         samples += found.samples
     settings = {
-        "checkpoint": None if run.checkpoint is None else run.checkpoint.path.name,
-        "iteration": run.iteration,
+        "checkpoint": None if saved.checkpoint is None else saved.checkpoint.path.name,
+        "iteration": saved.iteration,
         "seed": cfg.seed,
         "n_prompts": scored[0][0].n_problems,
         "n_samples": asked.n_samples,
@@ -130,9 +130,9 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,
         "level": asked.level,
-        "environment": environment.describe(context.cfg, context.fabric.device),
+        "environment": environment.describe(cfg, run.fabric.device),
     }
-    return Evaluation(run.run_dir, settings, scored, samples)
+    return Evaluation(saved.run_dir, settings, scored, samples)
 
 
 def _check_writable(run_dir: Path) -> None:

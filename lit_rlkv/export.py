@@ -71,13 +71,13 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
             f"heads=true cannot be had with roles.layout={cfg.roles.layout}: the value head reads a model of "
             "its own, all of it trained, and export writes the policy alone; leave heads out"
         )
-    context, module = open_run(run, cfg)
+    opened, module = open_run(run, cfg)
     run.cfg.cache, run.cfg.algorithm = before
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     with as_config_errors(f"to={asked.to}"), atomic_dir(folder, replaces=asked.overwrite) as partial:
         exported = export_policy(
             module.roles,
-            context.tokenizer,
+            opened.tokenizer,
             run.start,
             partial,
             dtype=dtype,

@@ -21,8 +21,8 @@ from lit_rlkv.interrupts import InterruptedRunError, Interruption, ask_for_reque
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+    from lit_rlkv.evaluation.results import Results
     from lit_rlkv.runs.preflight import CheckedConfig
-    from lit_rlkv.runs.training_run import Results
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def fit(
     from lit_rlkv.reporting.header import header, trained_parameters
     from lit_rlkv.reporting.progress import say
     from lit_rlkv.run_files import CONFIG
-    from lit_rlkv.runs.context import build_context, check_reward_functions
+    from lit_rlkv.runs.checks import check_reward_functions, check_shares, try_diagnostics, try_optimizers
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
-    from lit_rlkv.runs.pass_size import check_rollout_memory, load_pass_limit
+    from lit_rlkv.runs.outputs import RunOutputs
+    from lit_rlkv.runs.pass_size import check_rollout_memory
     from lit_rlkv.runs.policy import make_policy
-    from lit_rlkv.runs.preflight import check_shares, try_optimizers
+    from lit_rlkv.runs.run import Run
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, check_sources, find_starting_model
     from lit_rlkv.runs.teacher import load_teacher
-    from lit_rlkv.runs.training_run import TrainingRun, try_diagnostics
     from lit_rlkv.stages.evaluation import evaluate_after_training, evaluate_before_training
     from lit_rlkv.stages.rl import train_policy
     from lit_rlkv.stages.sft import make_starting_model
@@ -156,45 +156,38 @@ def fit(
         raise ConfigError(
             f"{run_dir} holds a run already; give resume={run_dir} to resume it, or another folder"
         )
-    context = build_context(cfg, fabric, load_pass_limit(run_dir))
-    start = broadcast_from_rank_zero(context.fabric, lambda: find_starting_model(cfg, run_dir))
-    check_shares(cfg, context.fabric.world_size)
-    try_optimizers(cfg, context.fabric.device)
-    check_reward_functions(context)
-    load_teacher(context)
-    world_size, device = context.fabric.world_size, context.fabric.device
-    for line in header(cfg, run_dir, world_size, device, {} if choices is None else choices.options):
+    run = Run(cfg, fabric, run_dir, console, interruption)
+    start = broadcast_from_rank_zero(run.fabric, lambda: find_starting_model(cfg, run_dir))
+    check_shares(cfg, run.fabric.world_size)
+    try_optimizers(cfg, run.fabric.device)
+    check_reward_functions(run)
+    load_teacher(run)
+    options = {} if choices is None else choices.options
+    for line in header(cfg, run_dir, run.fabric.world_size, run.fabric.device, options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    run = TrainingRun(context, run_dir, console, interruption or Interruption())
-    if choices is not None and context.fabric.is_global_zero:
+    run.begin()
+    outputs = RunOutputs(run)
+    if choices is not None and run.is_rank_zero:
         choices.save(run_dir)
     check_sources(run.resume_from, cfg)
-    with run.open():
+    with outputs.open():
         # 2. stages: sft, evaluation, rl, evaluation
         start = make_starting_model(run, start)
-        module = make_policy(context, start)
-        backbone = broadcast_from_rank_zero(context.fabric, lambda: backbone_id(start))
+        module = make_policy(run, start)
+        backbone = broadcast_from_rank_zero(run.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
-        check_rollout_memory(context, module.roles.backbone("policy"))
+        check_rollout_memory(run, module.roles.backbone("policy"))
         say(console, trained_parameters(module), stage="roles")
-        try_diagnostics(cfg.parts.diagnostics, module)
-        run.interruption.raise_if_requested(context.fabric)
+        try_diagnostics(run, module)
+        run.interruption.raise_if_requested(run.fabric)
         if "eval" in cfg.stages:
             evaluate_before_training(run, module, start)
         if "rl" in cfg.stages:
-            run.interruption.raise_if_requested(context.fabric)  # before the first rollout
+            run.interruption.raise_if_requested(run.fabric)  # before the first rollout
             say(console, f"{cfg.algorithm.n_iterations} iterations", stage="rl")
             with run.timed("rl"):
-                train_policy(
-                    context,
-                    module,
-                    run.callbacks(),
-                    run.checkpoints,
-                    run.resume_from,
-                    run.interruption,
-                    backbone,
-                )
-            run.keep_trained_seconds()
+                train_policy(run, module, outputs.callbacks(), backbone)
+            outputs.keep_trained_seconds()
         else:
             say(console, "not in stages", stage="rl")
             if run.resume_from is not None:
@@ -204,7 +197,7 @@ def fit(
         else:
             say(console, "not in stages", stage="eval")
         # 3. report
-        run.write_report()
+        outputs.write_report()
     return run.results
 
 

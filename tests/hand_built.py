@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from lightning.fabric import Fabric
@@ -10,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.config.schema import AlgorithmConfig, RolloutConfig
-from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.config.schema import AlgorithmConfig, CacheConfig, RewardConfig, RolesConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import build_task_tokenizer
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS
 from lit_rlkv.environments.conversations import EnvironmentPool
 from lit_rlkv.experience.advantages import AdvantageEstimator, GroupAdvantage
 from lit_rlkv.experience.batch import Experience
@@ -223,6 +224,20 @@ def train_here(module, datamodule, n_iterations: int) -> MetricLog:
     return log
 
 
+def make_run(task, tokenizer, rollout, *, parts=None, rewards=None, environments=None, **config):
+    """Return the part of a run that rollouts and evaluations need."""
+    defaults = {"seed": 0, "cache": CacheConfig(), "reward": RewardConfig(verifier=1.0)}
+    return SimpleNamespace(
+        cfg=SimpleNamespace(**defaults | config, rollout=rollout),
+        parts=parts,
+        tokenizer=tokenizer,
+        task=task,
+        rewards=rewards or RewardManager({}),
+        environments=environments,
+        ranks=SINGLE_PROCESS,
+    )
+
+
 def make_datamodule(
     roles: Roles,
     correction: Correction = REPLAY,
@@ -241,27 +256,24 @@ def make_datamodule(
     tokens_per_pass=TOKENS_PER_PASS,
     **algorithm,
 ) -> RolloutDataModule:
-    task = task or DigitsAreGood(n_terms=3)
-    rollout = {"n_prompts": 4, "max_new_tokens": 10} | (rollout or {})
+    task, tokenizer = task or DigitsAreGood(n_terms=3), tokenizer or build_task_tokenizer()
+    settings = RolloutConfig(**{"n_prompts": 4, "max_new_tokens": 10} | (rollout or {}))
     algorithm = {"group_size": 4, "n_minibatches": 1, "aggregation": "sequence"} | algorithm
-    tokenizer, settings = tokenizer or build_task_tokenizer(), RolloutConfig(**rollout)
-    learner = AlgorithmConfig(**algorithm)
-    return RolloutDataModule(
-        roles,
-        tokenizer,
+    run = make_run(
         task,
-        PromptSource(task, split="train", seed=seed, curriculum=learner.curriculum),
-        spec,
-        correction,
-        advantage or GroupAdvantage("grpo"),
+        tokenizer,
         settings,
-        learner,
-        seed=seed,
-        roles_config=roles_config,
-        reward=reward,
+        parts=SimpleNamespace(
+            cache=spec, correction=correction, advantage=advantage or GroupAdvantage("grpo")
+        ),
         rewards=RewardManager(functions or {}),
         environments=None if environment is None else EnvironmentPool(environment, settings, tokenizer),
-        learner_parts=learner_parts,
-        warmup_part=warmup_part,
-        tokens_per_pass=tokens_per_pass,
+        seed=seed,
+        algorithm=AlgorithmConfig(**algorithm),
+        reward=reward or RewardConfig(verifier=1.0),
+        roles=roles_config or RolesConfig(),
     )
+    module = SimpleNamespace(
+        roles=roles, learner_parts=learner_parts, warmup_part=warmup_part, evictions=None
+    )
+    return RolloutDataModule(run, module, tokens_per_pass=tokens_per_pass)

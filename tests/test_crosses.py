@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +19,9 @@ from lit_rlkv.callbacks.rollout_statistics import RolloutStatistics
 from lit_rlkv.config import CONF_DIR, Config, build
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
-from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import find_starting_model
 from lit_rlkv.stages.rl import train_policy
 from tests.hand_built import MetricLog
@@ -102,7 +102,7 @@ def run(
     sft_runs: Path, folder: Path, *overrides: str, resumes: bool = False, watching: Sequence[RLCallback] = ()
 ) -> Done:
     cfg = config(sft_runs, "stages=[rl]", *overrides)
-    parts = build_context(cfg)
+    parts = Run(cfg, folder=folder)
     start = find_starting_model(cfg, folder)
     assert start is not None
     module = make_policy(parts, start)
@@ -110,8 +110,9 @@ def run(
     log = MetricLog()
     distills = [] if cfg.distillation is None else [build(cfg.distillation)]
     callbacks = [RolloutStatistics(), *distills, *watching, log]
-    checkpoints = CheckpointDir(folder / "checkpoints")
-    train_policy(parts, module, callbacks, checkpoints, checkpoints.latest() if resumes else None)
+    if not resumes:
+        shutil.rmtree(parts.checkpoints.root, ignore_errors=True)
+    train_policy(parts, module, callbacks)
     after = dict(module.named_parameters())
     moved = [name for name in after if not torch.equal(after[name], before[name])]
     trainable = [name for name, p in after.items() if p.requires_grad]

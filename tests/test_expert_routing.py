@@ -12,8 +12,8 @@ from lit_rlkv.config import ConfigError
 from lit_rlkv.experience.memory_needs import rollout_needs
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.routing import routers_of
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone, make_policy
+from lit_rlkv.runs.run import Run
 from lit_rlkv.types import Record
 from tests.models_zoo import MOE_FAMILIES
 from tests.saved_models import save_checkpoint
@@ -152,16 +152,16 @@ def test_in_bfloat16_the_replay_gap_is_smaller_with_the_experts_of_the_sampler(t
 
 def test_a_dense_model_is_refused_when_it_is_loaded(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model")
-    context = build_context(config(tmp_path, *LIGHT, f"model.path={checkpoint}", REPLAYED))
+    context = Run(config(tmp_path, *LIGHT, f"model.path={checkpoint}", REPLAYED))
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no routing to replay") as e:
         load_backbone(context, checkpoint)
     assert "\n" not in str(e.value)
-    load_backbone(build_context(config(tmp_path, *LIGHT, f"model.path={checkpoint}")), checkpoint)
+    load_backbone(Run(config(tmp_path, *LIGHT, f"model.path={checkpoint}")), checkpoint)
 
 
 def test_the_bytes_of_the_record_are_a_need_of_a_rollout(tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model", "mixtral")
-    context = build_context(config(tmp_path, *LIGHT, f"model.path={checkpoint}", REPLAYED))
+    context = Run(config(tmp_path, *LIGHT, f"model.path={checkpoint}", REPLAYED))
     module = make_policy(context, checkpoint)
     rollout = rolled_out(context, module, ["1+2="], record_routing=True)
     settings = context.cfg.rollout

@@ -311,7 +311,7 @@ def test_a_disk_that_is_full_at_the_end_is_one_line_and_the_run_can_be_resumed(s
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lit_rlkv.runs.training_run.render", fail)
+        patched.setattr("lit_rlkv.runs.outputs.render", fail)
         with pytest.raises(SystemExit) as ended:
             main()
     assert str(ended.value.code).startswith(

@@ -11,8 +11,8 @@ from lit_rlkv.config.options import convert
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
 from lit_rlkv.run_files import EVALUATION
-from lit_rlkv.runs.context import CONVERTED_MODELS
 from lit_rlkv.runs.open_run import find_run, open_run
+from lit_rlkv.runs.starting_model import CONVERTED_MODELS
 from tests.gguf_files import write_gguf
 from tests.whole_runs import run
 

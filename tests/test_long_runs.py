@@ -24,7 +24,7 @@ def test_nothing_grows_over_200_iterations(tmp_path, monkeypatch):
                 gc.collect()
                 n_tensors.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
 
-    monkeypatch.setattr("lit_rlkv.runs.training_run.RolloutStatistics", Counting)
+    monkeypatch.setattr("lit_rlkv.runs.outputs.RolloutStatistics", Counting)
     run(
         tmp_path, "long", "stages=[sft,rl]", "algorithm.n_iterations=200", "rollout.n_prompts=4",
         "diagnostics=none", f"+diagnostics.performance={PERFORMANCE}", "callbacks.samples_every=50",

@@ -10,9 +10,8 @@ import torch
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.fit import main
 from lit_rlkv.out_of_memory import MemoryExhaustedError
-from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.run import Run
 from lit_rlkv.stages.rl import train_policy
 from tests.forks import ended, in_a_fork
 from tests.whole_runs import TINY, config, run
@@ -80,12 +79,12 @@ def test_an_update_out_of_memory_says_what_to_lower_and_calls_on_exception(tmp_p
             heard.append(exception)
 
     cfg = config(tmp_path, f"model.path={sft_runs}", "stages=[rl]", "algorithm.n_minibatches=2", *SIZES)
-    parts = build_context(cfg)
+    parts = Run(cfg, folder=tmp_path)
     module = make_policy(parts, sft_runs)
     with pytest.raises(
         MemoryExhaustedError, match="out of memory in the update, 16 of 16 sequences of up to"
     ) as caught:
-        train_policy(parts, module, [Large()], CheckpointDir(tmp_path / "checkpoints"), None)
+        train_policy(parts, module, [Large()])
     assert heard == [caught.value]
     n_tokens = caught.value.tokens_per_pass
     assert n_tokens == 16 * int(re.search(r"of up to (\d+) tokens", str(caught.value))[1])

@@ -11,8 +11,8 @@ from lit_rlkv.data.tokenizers import decode_completions, end_token_ids
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.rollout import generate
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone, make_policy
+from lit_rlkv.runs.run import Run
 from lit_rlkv.stages.export import export_policy, policy_logits, probe_tokens
 from lit_rlkv.trainer import Learner
 from lit_rlkv.types import Message
@@ -29,7 +29,7 @@ LIGHT = ["stages=[rl]", "diagnostics=none", "algorithm.n_iterations=1", "roles.r
 
 def opened(folder, checkpoint, *overrides):
     """The parts of a run on a checkpoint, and its policy."""
-    parts = build_context(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides))
+    parts = Run(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides))
     return parts, make_policy(parts, checkpoint)
 
 
@@ -169,7 +169,7 @@ def test_a_response_ends_at_each_of_the_ends_that_the_checkpoint_lists(tmp_path)
 def test_an_end_that_the_tokenizer_writes_as_text_is_a_default_and_no_end(tmp_path):
     # Llama's class has 2 for its end, which here is the digit 0.
     checkpoint = save_checkpoint(tmp_path / "model", ends=[1, 2])
-    assert end_token_ids(build_context(config(tmp_path, f"model.path={checkpoint}", *LIGHT)).tokenizer) == [1]
+    assert end_token_ids(Run(config(tmp_path, f"model.path={checkpoint}", *LIGHT)).tokenizer) == [1]
 
 
 def test_a_chat_goes_through_the_template_of_the_checkpoint_and_padding_is_its_end(tmp_path):
@@ -214,7 +214,7 @@ def test_ids_of_a_padded_vocabulary_are_seen_and_not_dropped(tmp_path):
 
 
 def loaded(folder, checkpoint, *overrides):
-    load_backbone(build_context(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides)), checkpoint)
+    load_backbone(Run(config(folder, *LIGHT, f"model.path={checkpoint}", *overrides)), checkpoint)
 
 
 def refusal(folder, checkpoint, *overrides):

@@ -13,10 +13,10 @@ from lightning.fabric.plugins import MixedPrecision
 from lit_rlkv.config import ConfigError
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import MAX_SKIPPED, NonFiniteError, NonFiniteGuard
-from lit_rlkv.runs.checkpoint import CheckpointDir, RunState
+from lit_rlkv.runs.checkpoint import CheckpointDir, trainable_weights
 from lit_rlkv.runs.open_run import find_run, open_run
+from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import SFT_MODELS, backbone_id
-from lit_rlkv.runs.weights import trainable_weights
 from lit_rlkv.trainer import Learner, TrainState
 from tests.tiers import slow
 from tests.whole_runs import config, rows_of, run
@@ -86,7 +86,7 @@ def test_a_scaler_that_begins_too_high_has_the_steps_it_needs():
 
 def saver_of(module, folder, has_finite_logits=lambda: True):
     module.has_finite_logits = has_finite_logits
-    return RunState(FABRIC, module, CheckpointDir(folder), every=1, resumed=None).save
+    return CheckpointSaver(FABRIC, module, CheckpointDir(folder), every=1, resumed=None).save
 
 
 def state_at(iteration, is_last=False):

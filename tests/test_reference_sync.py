@@ -105,7 +105,7 @@ def test_a_run_stopped_between_two_syncs_or_right_after_one_resumes_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_reference_that_is_not_loaded_makes_another_run(runs, straight, monkeypatch):
-    monkeypatch.setattr("lit_rlkv.stages.rl.load_reference", lambda roles, weights: None)
+    monkeypatch.setattr("lit_rlkv.runs.checkpoint.load_reference", lambda roles, weights: None)
     run(runs, "forgetful", *RESUMED, "algorithm.n_iterations=3")
     run(runs, "forgetful", *RESUMED, "algorithm.n_iterations=5", resumes=True)
     with pytest.raises(AssertionError):

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.resumed import read_config
 from lit_rlkv.evaluate import evaluate
+from lit_rlkv.evaluation.results import Results
 from lit_rlkv.fit import main
 from lit_rlkv.interrupts import REQUEUE as EXIT_CODE
 from lit_rlkv.runs.resume import is_done
-from lit_rlkv.runs.training_run import Results
 from tests.forks import ended
 from tests.killed_run import run_killed
 from tests.tiers import slow

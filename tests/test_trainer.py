@@ -11,8 +11,7 @@ from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.diagnostics.step_metrics import MetricSums
 from lit_rlkv.models.layouts import ROLES
-from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.weights import load_trainable, trainable_weights
+from lit_rlkv.runs.checkpoint import CheckpointDir, load_trainable, trainable_weights
 from lit_rlkv.trainer import Learner, train
 from tests.hand_built import make_datamodule, make_module, make_ppo, make_roles, steps_of
 from tests.modules.ppo_by_definition import make_data

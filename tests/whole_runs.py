@@ -19,9 +19,9 @@ from lit_rlkv.config import CONF_DIR
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.launch import FSDP2, fabric_precision, make_fabric
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import SFT_DONE, SFT_MODELS, sft_model_dir
 from lit_rlkv.stages.sft import run_sft
 
@@ -86,7 +86,7 @@ def shared_sft_model(cfg, shared):
     folder = sft_model_dir(cfg)
     with FileLock(shared / f"{folder.name}.lock"):
         if not (folder / SFT_DONE).is_file():
-            run_sft(build_context(cfg), [])
+            run_sft(Run(cfg), [])
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import lightning as L
 import torch
@@ -13,14 +14,22 @@ from torch.utils.data import DataLoader
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import CONF_DIR, build
 from lit_rlkv.config.options import convert
-from lit_rlkv.config.schema import AlgorithmConfig, KLConfig, RewardConfig, RolloutConfig
+from lit_rlkv.config.schema import (
+    AlgorithmConfig,
+    CacheConfig,
+    KLConfig,
+    RewardConfig,
+    RolesConfig,
+    RolloutConfig,
+)
 from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch
-from lit_rlkv.data.prompts import PromptSource
+from lit_rlkv.distributed.ranks import SINGLE_PROCESS
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import ROLES
 from lit_rlkv.modules.hydra_sft import HydraSFT
+from lit_rlkv.rewards import RewardManager
 from lit_rlkv.trainer import train
 
 PPO = OmegaConf.load(CONF_DIR / "algorithm" / "ppo.yaml")
@@ -78,21 +87,27 @@ def ppo_run(layout: str, setting: Setting) -> Run:
     task = RandomWords(setting.prompt_len, setting.size.vocab_size)
 
     def make_data(batch: int, callback: RLCallback) -> L.LightningDataModule:
-        return RolloutDataModule(
-            roles,
-            make_tokenizer(setting.size.vocab_size),
-            task,
-            PromptSource(task, split="train", seed=0),
-            setting.cache,
-            build(CORRECTION),
-            build(PPO.advantage),
-            RolloutConfig(n_prompts=batch, max_new_tokens=setting.response_len),
-            ALGORITHM,
+        cfg = SimpleNamespace(
             seed=0,
+            cache=CacheConfig(),
+            rollout=RolloutConfig(n_prompts=batch, max_new_tokens=setting.response_len),
+            algorithm=ALGORITHM,
             reward=RewardConfig(learned=1.0),
-            learner_parts=module.learner_parts,
-            callbacks=[callback],
+            roles=RolesConfig(),
         )
+        parts = SimpleNamespace(
+            cache=setting.cache, correction=build(CORRECTION), advantage=build(PPO.advantage)
+        )
+        run = SimpleNamespace(
+            cfg=cfg,
+            parts=parts,
+            tokenizer=make_tokenizer(setting.size.vocab_size),
+            task=task,
+            rewards=RewardManager({}),
+            environments=None,
+            ranks=SINGLE_PROCESS,
+        )
+        return RolloutDataModule(run, module, [callback])
 
     return Run(module, setting, make_data)
 

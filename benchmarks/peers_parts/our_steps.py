@@ -11,24 +11,20 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1]))
 from peers_parts.reward import share_of_digits
 
 from lit_rlkv.callbacks.hooks import RLCallback
 from lit_rlkv.config import composed
-from lit_rlkv.interrupts import Interruption
-from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import RunContext, build_context
+from lit_rlkv.runs.outputs import RunOutputs
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
-from lit_rlkv.runs.training_run import TrainingRun
+from lit_rlkv.runs.run import Run
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.tasks.arithmetic import ChainSum
 from lit_rlkv.types import Problem
@@ -41,8 +37,8 @@ class Digits(ChainSum):
         return share_of_digits(completion)
 
 
-def context_of(folder: Path, asked: Mapping[str, Any]) -> RunContext:
-    """Return the context of a run of this project on the model in `folder`, as peers.json asks for it."""
+def run_of(folder: Path, asked: Mapping[str, Any]) -> Run:
+    """Return a run of this project on the model in `folder`, as peers.json asks for it; its own is `ours`."""
     n_steps, (beta1, beta2), clip = asked["n_steps"], asked["betas"], asked["clip"]
     settings = [
         *("stages=[rl]", "experiment=none", "algorithm=grpo", "roles=full", "correction=shadow"),
@@ -58,8 +54,9 @@ def context_of(folder: Path, asked: Mapping[str, Any]) -> RunContext:
     ]
     cfg = composed("config", [*settings, *asked["cache"]])
     del cfg.hydra
-    context = build_context(checked_config(cfg))
-    return replace(context, task=Digits())
+    run = Run(checked_config(cfg), folder=folder / "ours")
+    run.task = Digits()
+    return run
 
 
 class Answers(RLCallback):
@@ -101,13 +98,13 @@ class Answers(RLCallback):
         self.answers.flush()
 
 
-def train_here(context: RunContext, folder: Path, *more: RLCallback) -> None:
+def train_here(run: Run, *more: RLCallback) -> None:
     """Train with this project's loop, its callbacks and `more`."""
-    run = TrainingRun(context, folder, Console(quiet=True), Interruption())
-    with run.open():
-        module = make_policy(context, str(context.cfg.model.path))
-        callbacks = [*run.callbacks(), *more]
-        train_policy(context, module, callbacks, CheckpointDir(folder / "checkpoints"), None)
+    run.begin()
+    outputs = RunOutputs(run)
+    with outputs.open():
+        module = make_policy(run, str(run.cfg.model.path))
+        train_policy(run, module, [*outputs.callbacks(), *more])
 
 
 def main(folder: Path) -> None:
@@ -115,9 +112,9 @@ def main(folder: Path) -> None:
     os.dup2(2, 1)  # what the trainer prints is no answer
     asked = json.loads((folder / "peers.json").read_text())
     torch.set_num_threads(asked["n_threads"])
-    context = context_of(folder, asked)
+    run = run_of(folder, asked)
     answers.say(version="", n_trained=0)
-    train_here(context, folder / "ours", answers)
+    train_here(run, answers)
 
 
 if __name__ == "__main__":

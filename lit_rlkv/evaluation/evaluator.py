@@ -7,15 +7,14 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.config.schema import EvaluationConfig, RewardConfig, RolloutConfig
+from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.tokenizers import decode_completions
 from lit_rlkv.diagnostics.evictions import misses_keys
-from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
+from lit_rlkv.environments.conversations import TextConversations
 from lit_rlkv.evaluation.results import EvalRow
-from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, scored
+from lit_rlkv.experience.protocols import RolloutRun
+from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, accuracy_component, scored
 from lit_rlkv.experience.sample import encode_problems, sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
@@ -25,10 +24,8 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.non_finite import NonFiniteError
 from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.rewards import RewardManager
-from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE
+from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.rng import stream
-from lit_rlkv.tasks import Task
 from lit_rlkv.types import Problem, Rollout, prompt_text
 
 RIGHT = 1.0
@@ -115,61 +112,52 @@ class Evaluator:
 
     Ranks share the batches, and rank 0 measures the mismatch; every rank gets the result.
 
+    Responses that are scored are sampled as `run.cfg.evaluation` says. Greedy decoding has no log-probs, so
+    mismatch and replay gap are measured on responses sampled as in `run.cfg.rollout`. Of the reward functions
+    those with a weight and the one of the accuracy are asked.
+
     Args:
+        run: config, tokenizer, task, reward functions, environments and ranks.
         problems: problems, the same on every rank.
-        config: prompts, and how the responses that are scored are sampled; greedy decoding has no log-probs,
-            so mismatch and replay gap are measured on responses sampled as in `rollout`.
-        accuracy: component of the reward by which responses count as correct; None: there is no accuracy.
-        rule: components of the reward and their weights; None: the task's score alone.
-        rewards: reward functions, of which those with a weight and the one of the accuracy are asked.
         n_samples: responses to each prompt.
-        ranks: the ranks that share the work.
         batch_size: most responses sampled at a time.
         tokens_per_pass: most tokens of a forward, padding included.
-        environments: answer the turns of responses, of which the last is scored; None: there is one turn.
     """
 
     def __init__(
         self,
+        run: RolloutRun,
         roles: Roles,
-        tokenizer: PreTrainedTokenizerBase,
-        task: Task,
         problems: Sequence[Problem],
-        config: EvaluationConfig,
-        rollout: RolloutConfig,
-        seed: int,
-        accuracy: str | None = EXACT_MATCH,
-        rule: RewardRule | None = None,
-        rewards: RewardManager | None = None,
         n_samples: int = 1,
-        ranks: Ranks = SINGLE_PROCESS,
         batch_size: int = 512,
         tokens_per_pass: int = TOKENS_PER_PASS,
-        environments: EnvironmentPool | None = None,
     ) -> None:
+        cfg = run.cfg
         self.roles = roles
-        self.tokenizer = tokenizer
-        self.task = task
-        self.accuracy = accuracy
-        self.rule = rule or RewardRule(RewardConfig(verifier=1.0))
-        self.rewards = rewards or RewardManager({})
+        self.tokenizer = run.tokenizer
+        self.task = run.task
+        self.rewards = run.rewards
+        self.environments = run.environments
+        self.ranks = run.ranks
+        self.rule = RewardRule(cfg.reward, self.rewards.functions)
+        self.accuracy = accuracy_component(cfg.reward, self.rewards.functions, self.task)
+        """Component of the reward by which responses count as correct; None: there is no accuracy."""
         self.problems = problems
-        self.config = config
-        self.rollout = rollout
+        self.config = cfg.evaluation
+        self.rollout = cfg.rollout
         self.scored = replace(
-            rollout,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
+            cfg.rollout,
+            temperature=self.config.temperature,
+            top_k=self.config.top_k,
+            top_p=self.config.top_p,
+            min_p=self.config.min_p,
             replay_routing=False,
         )
-        self.seed = seed
+        self.seed = cfg.seed
         self.n_samples = n_samples
-        self.ranks = ranks
         self.batch_size = batch_size
         self.tokens_per_pass = tokens_per_pass
-        self.environments = environments
 
     @property
     def n_tokens(self) -> int:

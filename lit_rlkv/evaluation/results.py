@@ -1,6 +1,13 @@
-"""Results of an evaluation as plain numbers, without torch: rows, intervals, quality of a reward model."""
+"""Results of a run's evaluations as plain numbers, without torch: rows, intervals, reward model, file."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lit_rlkv.checks import from_json
+from lit_rlkv.files import read_if_there, read_json, write_atomically
+from lit_rlkv.run_files import EVALUATION
 
 N_BINS = 10
 """Number of equally wide bins of confidence for the calibration error."""
@@ -82,3 +89,44 @@ class RewardReport:
     """Share of comparisons whose first side is better, in the same bins."""
     bin_counts: list[int]
     """Number of comparisons in the same bins, two for each pair."""
+
+
+@dataclass
+class Results:
+    """Evaluations before and after training, and the time that each stage took."""
+
+    before: list[EvalRow] = field(default_factory=list)
+    after: list[EvalRow] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the evaluation before training."""
+    final: dict[str, float] = field(default_factory=dict)
+    """Metrics of the evaluation after training; empty before it."""
+    reward_model: RewardReport | None = None
+    """Quality of the reward head on held-out pairs; None without one."""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    rollout: Any = None
+    """Rollout of the latest evaluation under the run's own budget; not saved."""
+
+    def save(self, folder: Path) -> None:
+        """Write all but the rollout into a run folder, atomically."""
+        found = asdict(replace(self, rollout=None))
+        del found["rollout"]
+        write_atomically(folder / EVALUATION, json.dumps(found, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Results":
+        """Load the results of a run folder; empty results if there are none.
+
+        Raises:
+            DamagedFileError: the file cannot be read.
+        """
+        return read_if_there(folder / EVALUATION, cls._read, cls())
+
+    @classmethod
+    def _read(cls, path: Path) -> "Results":
+        saved = read_json(path)
+        for when in ("before", "after"):
+            saved[when] = [from_json(EvalRow, row) for row in saved[when]]
+        if saved["reward_model"] is not None:
+            saved["reward_model"] = from_json(RewardReport, saved["reward_model"])
+        return from_json(cls, saved)

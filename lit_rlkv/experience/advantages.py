@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.experience import group_baselines as group
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, gae, returns, token_rewards, whiten
@@ -46,6 +47,23 @@ class AdvantageEstimator(ABC):
     def for_task(self, task: Task) -> "AdvantageEstimator":
         """Return the estimator bound to a task; one that needs the task's verifier overrides this."""
         return self
+
+    def check(self, algorithm: AlgorithmConfig) -> None:
+        """Check the options of the algorithm that learns from these advantages.
+
+        Raises:
+            ValueError: an option does not fit them.
+        """
+        if algorithm.group_size < self.min_group_size:
+            raise ValueError(
+                f"algorithm.group_size={algorithm.group_size}: {type(self).__name__} compares responses to "
+                f"one prompt; give at least {self.min_group_size}"
+            )
+        if algorithm.critic_warmup >= (algorithm.n_iterations if "value" in self.needs else 1):
+            raise ValueError(
+                f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
+                f"n_iterations={algorithm.n_iterations} with one"
+            )
 
     def judge_all(
         self, problems: Sequence[Problem], completions: Sequence[str], group_size: int
@@ -245,6 +263,14 @@ class PairAdvantage(AdvantageEstimator):
                 f"the judge needs a verifier, and {type(task).__name__} has none; rank by reward=learned"
             )
         return PairAdvantage(partial(self.judge, verifier=task.score), self.drop_ties)
+
+    def check(self, algorithm: AlgorithmConfig) -> None:
+        super().check(algorithm)
+        if algorithm.kl.place == "reward":
+            raise ValueError(
+                "algorithm.kl.place=reward has no meaning for preference pairs, whose loss pulls to the "
+                "reference by beta; use place=loss or weight=0"
+            )
 
     def judge_all(
         self, problems: Sequence[Problem], completions: Sequence[str], group_size: int

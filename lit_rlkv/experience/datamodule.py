@@ -1,7 +1,7 @@
 """RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,36 +14,30 @@ from jaxtyping import Bool, Int
 from lightning import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedTokenizerBase
 
-from lit_rlkv.config.schema import AlgorithmConfig, RewardConfig, RolesConfig, RolloutConfig
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.data.tokenizers import decode_completions, is_end, padded
-from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
-from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
-from lit_rlkv.experience.advantages import AdvantageEstimator
+from lit_rlkv.data.tokenizers import is_end
+from lit_rlkv.environments.conversations import TextConversations
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.kl_control import KLController
-from lit_rlkv.experience.memory_needs import explain_rollout, explain_scoring, explain_update
+from lit_rlkv.experience.memory_needs import explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
+from lit_rlkv.experience.progress import PhaseProgress
+from lit_rlkv.experience.protocols import Learners, RolloutRun
 from lit_rlkv.experience.resampling import has_equal_groups, replace_equal_groups
 from lit_rlkv.experience.reward import RewardRule, accuracy_component
-from lit_rlkv.experience.sample import encode_problems, generate_options, joined
+from lit_rlkv.experience.sample import sample_groups
 from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.eviction_logps import count_decisions
-from lit_rlkv.models.hydra import Roles, acting_as
+from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from lit_rlkv.objectives.corrections import Correction, global_is_weights
+from lit_rlkv.objectives.corrections import global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.rewards import RewardManager
-from lit_rlkv.rewards.manager import PendingRewards
-from lit_rlkv.rng import stream
-from lit_rlkv.rollout import generate
+from lit_rlkv.rng import derive_seed
 from lit_rlkv.rollout.turns import last_turn
-from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import call
 from lit_rlkv.types import Problem, Rewards, Rollout, TrainBatch
 
@@ -55,92 +49,56 @@ class RolloutDataModule(L.LightningDataModule):
     the KL coefficient and the reward's running moments, these are the whole state of training.
 
     Args:
-        roles: roles of the run; the policy samples.
-        source: source of prompts; each rank takes its own.
-        cache: cache of the rollouts, unless `correction` samples with a dense one.
-        target_overlap, budget_bounds: see `BudgetController`.
-        correction: cache of the sampler, view of the learner, and importance weights.
-        advantage: advantage estimator, of the kind that the module needs.
-        rollout: settings of sampling and scoring.
-        algorithm: group size, how a rollout is cut into optimizer steps, and the KL to the reference.
-        roles_config: the critic's view, and if passes are stacked; None: the defaults.
-        reward: components and weights; None: the verifier's score alone.
-        environments: answer the turns of responses; None: a response is one turn.
-        rewards: reward functions, which score a response once it has ended, while others are sampled and the
-            roles score; None without any.
-        learner_parts, warmup_part: attributes of the module: roles that learn together from a micro-batch.
+        run: config, cache, correction, advantage estimator, tokenizer, task, reward functions, environments
+            and ranks. Reward functions score a response once it has ended, while others are sampled and the
+            roles score.
+        module: its policy samples; its roles score, and learn in the parts that it names.
         callbacks: called around and during rollout, score and reward, with each experience before it is cut
             into minibatches, and with the function that splits it into parts; see `RLCallback`.
-        ranks: the processes that share the responses of an iteration.
         tokens_per_pass: most tokens in one forward of scoring and update, padding included.
-        trains_evictions: True if the module learns from the evictions, which are then counted.
     """
 
     def __init__(
         self,
-        roles: Roles,
-        tokenizer: PreTrainedTokenizerBase,
-        task: Task,
-        source: PromptSource,
-        cache: CacheSpec,
-        correction: Correction,
-        advantage: AdvantageEstimator,
-        rollout: RolloutConfig,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        roles_config: RolesConfig | None = None,
-        reward: RewardConfig | None = None,
-        rewards: RewardManager | None = None,
-        environments: EnvironmentPool | None = None,
-        learner_parts: tuple[tuple[str, ...], ...] = (("policy",),),
-        warmup_part: tuple[str, ...] = ("value",),
+        run: RolloutRun,
+        module: Learners,
         callbacks: Sequence[Callback] = (),
-        ranks: Ranks = SINGLE_PROCESS,
         tokens_per_pass: int = TOKENS_PER_PASS,
-        target_overlap: float | int | None = None,
-        budget_bounds: Sequence[int] | None = None,
-        trains_evictions: bool = False,
     ) -> None:
         super().__init__()
-        self.roles = roles
-        self.tokenizer = tokenizer
-        self.task = task
-        self.source = source
-        sampler_cache = CacheSpec.dense() if correction.samples_dense else cache.for_rollouts
-        self.trains_evictions = trains_evictions
-        bounds = None if target_overlap is None else budget_bounds
-        self.budget = BudgetController(sampler_cache, target_overlap, bounds)
-        self.correction = correction
-        self.advantage = advantage.for_task(task)
-        self.settings = rollout
-        self.algorithm = algorithm
-        self.roles_config = roles_config or RolesConfig()
-        self.seed = seed
-        self.ranks = ranks
+        cfg, correction = run.cfg, run.parts.correction
+        self.run = run
+        self.roles = module.roles
+        self.trains_evictions = module.evictions is not None
+        self.tokenizer = run.tokenizer
+        self.task = run.task
+        self.rewards = run.rewards
+        self.settings = cfg.rollout
+        self.algorithm = cfg.algorithm
+        self.roles_config = cfg.roles
+        self.callbacks = callbacks
         self.tokens_per_pass = tokens_per_pass
-        self.n_shards = rollout.n_shards or ranks.size
-        self.kl = KLController(algorithm.kl)
-        self.environments = environments
-        self.rewards = rewards or RewardManager({})
-        self.reward = RewardRule(
-            reward or RewardConfig(verifier=1.0), self.rewards.functions, rollout.max_new_tokens
+        self.source = PromptSource(
+            run.task,
+            split="train",
+            seed=derive_seed(cfg.seed, "prompts", "rl"),
+            curriculum=cfg.algorithm.curriculum,
         )
-        self.splitter = MinibatchSplitter(
-            self.advantage,
-            algorithm,
-            learner_parts=learner_parts,
-            warmup_part=warmup_part,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=seed,
-            n_shards=self.n_shards,
-            tokens_per_pass=tokens_per_pass,
-        )
+        sampler_cache = CacheSpec.dense() if correction.samples_dense else run.parts.cache.for_rollouts
+        target = cfg.cache.target_overlap
+        bounds = None if target is None else cfg.cache.budget_bounds
+        self.budget = BudgetController(sampler_cache, target, bounds)
+        self.correction = correction
+        self.advantage = run.parts.advantage.for_task(run.task)
+        self.kl = KLController(cfg.algorithm.kl, cfg.rollout.n_prompts * cfg.algorithm.group_size)
+        self.reward = RewardRule(cfg.reward, self.rewards.functions, cfg.rollout.max_new_tokens)
+        self.splitter = MinibatchSplitter(run, module, self.advantage, tokens_per_pass)
+        self.n_shards = self.splitter.n_shards
         self.iteration = 0
         self._round = 0
         """Rounds of this iteration before the present one."""
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
-        self.callbacks = callbacks
         self.sources: dict[str, str] = {}
         """Fingerprints of files that a resumed run must find again, kept in its checkpoints."""
 
@@ -152,7 +110,7 @@ class RolloutDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[TrainBatch]:
         """Return the minibatches of the next iteration, in the order of their updates."""
         experience = self.collect()
-        progress = _Progress("diagnostics", 2 * len(self.callbacks), self.callbacks)
+        progress = PhaseProgress("diagnostics", 2 * len(self.callbacks), self.callbacks)
         hooks: dict[str, tuple[Any, ...]] = {
             "on_rollout_end": (experience,),
             "on_update_start": (experience, partial(self._parts, progress)),
@@ -180,20 +138,22 @@ class RolloutDataModule(L.LightningDataModule):
         # Before that the policy does not learn.
         if self.iteration >= self.algorithm.critic_warmup:
             mask = experience.rollout.response_mask
-            self.kl.update(experience.old_logps, experience.ref_logps, mask, self.ranks)
+            self.kl.update(experience.old_logps, experience.ref_logps, mask, self.run.ranks)
         return experience
 
     def _resample(self, experience: Experience) -> Experience:
         """Replace groups whose rewards are all equal by groups of new prompts."""
         more = self._collect()
-        n_shards = self.n_shards // self.ranks.size
+        n_shards = self.n_shards // self.run.ranks.size
         found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id, n_shards)
         rollout = found.rollout
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
         log_ratio = old_logps - rollout.rollout_logps
-        weights = global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.ranks)
+        weights = global_is_weights(
+            self.correction.weight_fn, log_ratio, rollout.response_mask, self.run.ranks
+        )
         return replace(
             found,
             old_logps=old_logps,
@@ -209,8 +169,12 @@ class RolloutDataModule(L.LightningDataModule):
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
         pending = self.rewards.begin(problems)
-        with self._phase("rollout", len(problems) * self.settings.max_new_tokens) as progress:
-            rollout, talks = self._sample(prompts, pending, progress.advance)
+        draw = (self.iteration,) if self._round == 0 else (self.iteration, "round", self._round)
+        n_tokens = len(problems) * self.settings.max_new_tokens
+        with self._phase("rollout", n_tokens) as progress, acting_as(self.roles, "policy") as backbone:
+            rollout, talks = sample_groups(
+                self.run, backbone, self.cache, prompts, pending, draw, progress.advance
+            )
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
         completions = [pending.completions[row] for row in range(len(problems))]
@@ -232,7 +196,7 @@ class RolloutDataModule(L.LightningDataModule):
                 has_eos,
                 (rollout.attention_mask & (response_mask.cumsum(dim=1) > 0)).sum(dim=1),
                 group_size,
-                self.ranks,
+                self.run.ranks,
                 progress.advance,
             )
         # 4. importance weights and KL
@@ -252,14 +216,14 @@ class RolloutDataModule(L.LightningDataModule):
             kl_penalty=kl_penalty,
             values=scores.get("value"),
             entropy=scores.get(ENTROPY),
-            weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.ranks),
+            weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.run.ranks),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
             verdicts=None if verdicts is None else verdicts.to(response_mask.device),
             gamma=self.advantage.gamma,
             is_replayed=self.correction.replays and not self.correction.bypass_mode,
             transcripts=[text for talk in talks for text in talk.transcripts],
-            ranks=self.ranks,
+            ranks=self.run.ranks,
             budget=self.budget.controlled,
             n_rounds=1 if self.algorithm.resample > 0 else None,
             curriculum=self._update_curriculum(problems[::group_size], rewards),
@@ -287,7 +251,7 @@ class RolloutDataModule(L.LightningDataModule):
         all ranks have the order of one process.
         """
         n, n_shards = self.settings.n_prompts, self.n_shards
-        numbers = range(n_shards)[self.ranks.local_rows(n_shards // self.ranks.size)]
+        numbers = range(n_shards)[self.run.ranks.local_rows(n_shards // self.run.ranks.size)]
         places = [place for number in numbers for place in range(number, n, n_shards)]
         problems = iter(self.source.take_places(n, places))
         return {number: list(islice(problems, n // n_shards)) for number in numbers}
@@ -302,72 +266,14 @@ class RolloutDataModule(L.LightningDataModule):
         scores = rewards.components[name]
         rates = scores.clamp(0, 1).view(len(problems), -1).nanmean(dim=1).tolist()
         found = [(problem.prompt, rate) for problem, rate in zip(problems, rates, strict=True)]
-        curriculum.update(each for each in self.ranks.all_gather_object(found) if not math.isnan(each[1]))
+        curriculum.update(each for each in self.run.ranks.all_gather_object(found) if not math.isnan(each[1]))
         return curriculum.metrics()
-
-    def _sample(
-        self,
-        shards: Mapping[int, Sequence[Problem]],
-        pending: PendingRewards,
-        on_progress: Callable[[int], object],
-    ) -> tuple[Rollout, list[TextConversations]]:
-        """Sample a group of responses to each problem: groups side by side, shard after shard.
-
-        Each response is added to `pending` once it has ended. The second result is the conversations of each
-        shard, none without environments.
-        """
-        settings, group_size = self.settings, self.algorithm.group_size
-        begun = {
-            number: encode_problems(self.tokenizer, self.environments, problems, group_size)
-            for number, problems in shards.items()
-        }
-        # All ranks use the same columns, on which the random numbers of an eviction depend.
-        width = self.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts, _ in begun.values()))
-        pad = self.tokenizer.pad_token_id
-        draw: tuple[str | int, ...] = (self.iteration,)
-        if self._round > 0:
-            draw += ("round", self._round)
-        rollouts: list[Rollout] = []
-        with acting_as(self.roles, "policy") as backbone:
-            for number, (part, talk) in begun.items():
-                prompts = padded(part, width, pad).to(backbone.device)
-                shape = (len(prompts.input_ids), width)
-                with explain_out_of_memory(
-                    partial(explain_rollout, backbone, self.cache, shape, settings, group_size)
-                ):
-                    rollout = generate(
-                        backbone,
-                        prompts.input_ids,
-                        prompts.attention_mask,
-                        cache=self.cache,
-                        generator=stream(self.seed, "sample", *draw, number, device=backbone.device),
-                        num_return_sequences=group_size,
-                        on_progress=on_progress,
-                        on_finished=partial(self._add, pending, sum(len(r.input_ids) for r in rollouts)),
-                        conversations=talk,
-                        **generate_options(self.tokenizer, settings),
-                    )
-                rollouts.append(rollout)
-        n_columns = self.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
-        return joined(rollouts, n_columns, pad), [talk for _, talk in begun.values() if talk is not None]
 
     def _ended(self, rollout: Rollout, talks: Sequence[TextConversations]) -> Bool[Tensor, " batch"]:
         """Return True for the responses that were not cut at max_new_tokens."""
         is_last = last_turn(rollout.response_mask) & is_end(self.tokenizer, rollout.input_ids)
         has_eos = is_last.any(dim=1)
         return has_eos & ~torch.cat([talk.is_cut for talk in talks]).to(has_eos.device) if talks else has_eos
-
-    def _add(
-        self,
-        pending: PendingRewards,
-        first_row: int,
-        rows: list[int],
-        input_ids: Int[Tensor, "row seq"],
-        response_mask: Bool[Tensor, "row seq"],
-    ) -> None:
-        """Add responses that have ended to the batch; `first_row` is that of their shard."""
-        completions = decode_completions(self.tokenizer, input_ids, response_mask)
-        pending.add([first_row + row for row in rows], completions)
 
     def _score(self, rollout: Rollout, on_progress: Callable[[int], object]) -> dict[str, Tensor]:
         """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
@@ -402,12 +308,12 @@ class RolloutDataModule(L.LightningDataModule):
             )
 
     @contextmanager
-    def _phase(self, name: str, n_total: int) -> Iterator["_Progress"]:
+    def _phase(self, name: str, n_total: int) -> Iterator[PhaseProgress]:
         call(self.callbacks, "on_phase_start", name, self.iteration)
-        yield _Progress(name, n_total, self.callbacks)
+        yield PhaseProgress(name, n_total, self.callbacks)
         call(self.callbacks, "on_phase_end", name, self.iteration)
 
-    def _parts(self, progress: "_Progress", experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
+    def _parts(self, progress: PhaseProgress, experience: Experience, n_parts: int) -> Iterator[RolloutPart]:
         """Split an experience for a callback, and count each part that it is done with as progress."""
         for number, part in enumerate(self.splitter.parts(experience, n_parts), start=1):
             yield part
@@ -430,34 +336,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward.load_state_dict(state_dict["reward"])
         if "budget" in state_dict:  # not in checkpoints of earlier versions
             self.budget.load_state_dict(state_dict["budget"])
-
-
-class _Progress:
-    """Counts the units of a phase, and reports them to the callbacks from the start on."""
-
-    def __init__(self, phase: str, n_total: int, callbacks: Sequence[Callback]) -> None:
-        self.phase = phase
-        self.n_total = n_total
-        self.callbacks = callbacks
-        self.n_done = 0
-        self._part = 0.0
-        """Part of the current unit that is done."""
-        self.advance(0)
-
-    def advance(self, n: int) -> None:
-        """Count further units."""
-        self.n_done += n
-        self._part = 0.0
-        self._report()
-
-    def advance_within(self, part: float) -> None:
-        """Count a part of the current unit; what was counted before stays counted."""
-        self._part = max(self._part, part)
-        self._report()
-
-    def _report(self) -> None:
-        if self.n_total > 0:
-            call(self.callbacks, "on_phase_progress", self.phase, self.n_done + self._part, self.n_total)
 
 
 class _Minibatches(IterableDataset[TrainBatch]):

@@ -8,14 +8,26 @@ from torch import Tensor
 
 from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.objectives.kl import adapted_weight, k1, kl_penalty
+from lit_rlkv.objectives.kl import MAX_ERROR, adapted_weight, k1, kl_penalty
 from lit_rlkv.objectives.reduction import masked_sum
 
 
 class KLController:
-    """Holds the KL coefficient of the current iteration; its state is part of a checkpoint."""
+    """Holds the KL coefficient of the current iteration; its state is part of a checkpoint.
 
-    def __init__(self, config: KLConfig) -> None:
+    Args:
+        n_responses: responses of all ranks in an iteration.
+
+    Raises:
+        ValueError: the horizon is so short that the coefficient could become negative.
+    """
+
+    def __init__(self, config: KLConfig, n_responses: int) -> None:
+        if config.target is not None and not config.horizon > MAX_ERROR * n_responses:
+            raise ValueError(
+                f"algorithm.kl.horizon={config.horizon} steers too fast for {n_responses} responses an "
+                f"iteration; give more than {MAX_ERROR * n_responses:.0f}"
+            )
         self.config = config
         self.coef = config.weight
 

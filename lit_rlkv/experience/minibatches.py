@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages
+from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages, PairAdvantage
 from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.protocols import Learners, RolloutRun
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
 from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.rng import stream
@@ -41,38 +42,53 @@ RolloutSplit = Callable[[Experience, int], Iterator[RolloutPart]]
 """Splits an experience, or a changed copy of it, into a number of parts."""
 
 
+def check_minibatches(
+    advantage: AdvantageEstimator, algorithm: AlgorithmConfig, n_prompts: int, n_shards: int = 1
+) -> None:
+    """Check that the responses or pairs of each shard suffice for the minibatches.
+
+    Raises:
+        ValueError: they do not.
+    """
+    is_pairwise = isinstance(advantage, PairAdvantage)
+    n_units = n_prompts // n_shards * (1 if is_pairwise else algorithm.group_size)
+    if algorithm.n_minibatches > n_units:
+        units = "pairs" if is_pairwise else "responses"
+        raise ValueError(
+            f"algorithm.n_minibatches={algorithm.n_minibatches} cannot be cut from {n_units} {units}"
+            f"{f' of each of {n_shards} shards' if n_shards > 1 else ''}; lower it, or raise "
+            "rollout.n_prompts"
+        )
+
+
 class MinibatchSplitter:
     """Splits an experience into optimizer steps, and these into micro-batches.
 
     Every rank computes advantages and denominators over the rows of all ranks.
 
+    Each micro-batch is processed once for each part of `module.learner_parts`; in the first
+    `algorithm.critic_warmup` iterations the roles of `module.warmup_part` learn alone. Each shard is shuffled
+    separately.
+
     Args:
-        learner_parts: groups of roles; each micro-batch is processed once for each group.
-        warmup_part: roles that learn in the first `algorithm.critic_warmup` iterations.
-        seed: seed of the shuffling.
-        n_shards: equal parts of all rows; each part is shuffled separately.
+        advantage: estimator, bound to the task.
         tokens_per_pass: most tokens of a micro-batch, padding included.
     """
 
     def __init__(
         self,
+        run: RolloutRun,
+        module: Learners,
         advantage: AdvantageEstimator,
-        algorithm: AlgorithmConfig,
-        *,
-        learner_parts: tuple[tuple[str, ...], ...],
-        warmup_part: tuple[str, ...],
-        max_new_tokens: int,
-        seed: int,
-        n_shards: int,
         tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:
         self.advantage = advantage
-        self.algorithm = algorithm
-        self.learner_parts = learner_parts
-        self.warmup_part = warmup_part
-        self.max_new_tokens = max_new_tokens
-        self.seed = seed
-        self.n_shards = n_shards
+        self.algorithm = run.cfg.algorithm
+        self.learner_parts = module.learner_parts
+        self.warmup_part = module.warmup_part
+        self.max_new_tokens = run.cfg.rollout.max_new_tokens
+        self.seed = run.cfg.seed
+        self.n_shards = run.cfg.rollout.n_shards or run.ranks.size
         self.tokens_per_pass = tokens_per_pass
 
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:

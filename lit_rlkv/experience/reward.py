@@ -44,6 +44,19 @@ def rewarding(functions: Mapping[str, RewardFunction]) -> list[str]:
     return [name for name, function in functions.items() if function.weight > 0]
 
 
+def check_verifiable(name: str, value: float | int, task: Task) -> None:
+    """Check that a task can verify answers, for the key `name`.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not task.is_verifiable:
+        raise ValueError(
+            f"{name}={value}: {type(task).__name__} cannot verify answers, as with preferences, or answers "
+            f"without answer_after; use {name}=0, as reward=learned and reward.functions need no verifier"
+        )
+
+
 class RewardsFailedError(OneLineError, RuntimeError):
     """Too few responses have a reward to continue."""
 
@@ -89,6 +102,22 @@ class RewardRule:
                 f"accuracy must name one of the functions ({known}) or be {ENVIRONMENT}, got "
                 f"{config.accuracy!r}"
             )
+
+    def check_sources(self, task: Task, has_environment: bool) -> None:
+        """Check that there is a verifier and an environment, where the reward needs them.
+
+        Raises:
+            ValueError: there is none.
+        """
+        config = self.config
+        if config.verifier != 0:
+            check_verifiable("reward.verifier", config.verifier, task)
+        if config.environment != 0 and not has_environment:
+            raise ValueError(
+                f"reward.environment={config.environment} needs an environment; choose one, or use 0"
+            )
+        if config.accuracy == ENVIRONMENT and not has_environment:
+            raise ValueError(f"reward.accuracy={ENVIRONMENT} needs an environment; choose one, or use null")
 
     def from_completions(
         self,

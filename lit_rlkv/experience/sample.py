@@ -1,18 +1,26 @@
 """Sample responses to encoded prompts, and join rollouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.chat import encode_prompts
-from lit_rlkv.data.tokenizers import end_token_ids
+from lit_rlkv.data.tokenizers import decode_completions, end_token_ids, padded
 from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
+from lit_rlkv.experience.memory_needs import explain_rollout
+from lit_rlkv.experience.protocols import RolloutRun
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.rewards.manager import PendingRewards
+from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.turns import Conversations
 from lit_rlkv.types import Problem, PromptBatch, Rollout
@@ -90,3 +98,65 @@ def widened(rollout: Rollout, n_columns: int, pad_token_id: int, n_left: int = 0
         return rollout
     input_ids = F.pad(rollout.input_ids, (n_left, n_right), value=pad_token_id)
     return replace(rollout.padded(n_right, n_left), input_ids=input_ids)
+
+
+def sample_groups(
+    run: RolloutRun,
+    backbone: PreTrainedModel,
+    cache: CacheSpec,
+    shards: Mapping[int, Sequence[Problem]],
+    pending: PendingRewards,
+    draw: tuple[str | int, ...],
+    on_progress: Callable[[int], object],
+) -> tuple[Rollout, list[TextConversations]]:
+    """Sample a group of responses to each problem: groups side by side, shard after shard.
+
+    Each response is added to `pending` once it has ended. The second result is the conversations of each
+    shard, none without environments.
+
+    Args:
+        shards: this rank's problems by the number of their shard.
+        draw: names of the random numbers, beside the run's seed and the shard.
+    """
+    settings, group_size = run.cfg.rollout, run.cfg.algorithm.group_size
+    begun = {
+        number: encode_problems(run.tokenizer, run.environments, problems, group_size)
+        for number, problems in shards.items()
+    }
+    # All ranks use the same columns, on which the random numbers of an eviction depend.
+    width = run.ranks.all_reduce_max(max(prompts.input_ids.shape[1] for prompts, _ in begun.values()))
+    pad = run.tokenizer.pad_token_id
+    rollouts: list[Rollout] = []
+    for number, (part, talk) in begun.items():
+        prompts = padded(part, width, pad).to(backbone.device)
+        shape = (len(prompts.input_ids), width)
+        n_earlier = sum(len(rollout.input_ids) for rollout in rollouts)
+        with explain_out_of_memory(partial(explain_rollout, backbone, cache, shape, settings, group_size)):
+            rollout = generate(
+                backbone,
+                prompts.input_ids,
+                prompts.attention_mask,
+                cache=cache,
+                generator=stream(run.cfg.seed, "sample", *draw, number, device=backbone.device),
+                num_return_sequences=group_size,
+                on_progress=on_progress,
+                on_finished=partial(_add, run.tokenizer, pending, n_earlier),
+                conversations=talk,
+                **generate_options(run.tokenizer, settings),
+            )
+        rollouts.append(rollout)
+    n_columns = run.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))
+    return joined(rollouts, n_columns, pad), [talk for _, talk in begun.values() if talk is not None]
+
+
+def _add(
+    tokenizer: PreTrainedTokenizerBase,
+    pending: PendingRewards,
+    first_row: int,
+    rows: list[int],
+    input_ids: Int[Tensor, "row seq"],
+    response_mask: Bool[Tensor, "row seq"],
+) -> None:
+    """Add responses that have ended to the batch; `first_row` is that of their shard."""
+    completions = decode_completions(tokenizer, input_ids, response_mask)
+    pending.add([first_row + row for row in rows], completions)

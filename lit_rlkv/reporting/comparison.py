@@ -9,7 +9,7 @@ from lit_rlkv.reporting.describe import differing
 from lit_rlkv.reporting.pictures import CACHE, COST, MISMATCH, SFT, TRAINING, Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.report import TEMPLATES, page_figures
-from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.run_folder import RunFolder
 from lit_rlkv.reporting.tables import ABSENT, evaluation_cells
 
 
@@ -28,7 +28,7 @@ def run_names(run_dirs: Sequence[Path]) -> list[str]:
     raise ConfigError(f"a run cannot be compared with itself: {run_dirs[0]} was given twice")
 
 
-def render_comparison(runs: Mapping[str, RunReport], pictures: Sequence[Picture]) -> str:
+def render_comparison(runs: Mapping[str, RunFolder], pictures: Sequence[Picture]) -> str:
     """Return the page of runs, by their names, as HTML."""
     evaluations = {name: run.last_evaluation for name, run in runs.items()}
     facts = {name: run.facts for name, run in runs.items()}

@@ -11,7 +11,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from lit_rlkv.reporting.plots import curves, divergence, kept_keys, style
-from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ Plan = tuple[str, str, str, Callable[[], Figure]]
 """Section, name and caption of a picture, and the function that draws it."""
 
 
-def figures(report: RunReport) -> list[Picture]:
+def figures(report: RunFolder) -> list[Picture]:
     """Return all pictures for which the run has data."""
     return _draw_all(_plans(report))
 
 
-def comparison_figures(runs: Mapping[str, RunReport]) -> list[Picture]:
+def comparison_figures(runs: Mapping[str, RunFolder]) -> list[Picture]:
     """Return the main curves that any run has, and the accuracies by budget."""
     return _draw_all(_comparison_plans(runs))
 
@@ -75,7 +75,7 @@ def warn_of_figure(name: str, error: Exception) -> None:
     log.warning("the figure %r cannot be drawn: %s: %s", name, type(error).__name__, error)
 
 
-def _plans(report: RunReport) -> Iterator[Plan]:
+def _plans(report: RunFolder) -> Iterator[Plan]:
     for section in curves.CURVES:
         history = report.sft_history if section == SFT else report.history
         for one in curves.logged_curves(section, [history]):
@@ -98,7 +98,7 @@ def _plan(section: str, name: str, draw: Callable[..., Figure], *data: Any) -> P
     return section, name, CAPTIONS[name], partial(draw, *data)
 
 
-def _comparison_plans(runs: Mapping[str, RunReport]) -> Iterator[Plan]:
+def _comparison_plans(runs: Mapping[str, RunFolder]) -> Iterator[Plan]:
     for section in curves.CURVES:
         histories = {name: run.sft_history if section == SFT else run.history for name, run in runs.items()}
         for one in curves.logged_curves(section, list(histories.values())):

@@ -12,7 +12,7 @@ from lit_rlkv.reporting import pictures as sections
 from lit_rlkv.reporting.logged_samples import select_samples
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
-from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.run_folder import RunFolder
 from lit_rlkv.reporting.tables import evaluation_cells, percent, reward_sentence, share_of_dense, stage_cells
 
 TEMPLATES = Environment(
@@ -21,12 +21,12 @@ TEMPLATES = Environment(
 TEMPLATES.globals["scheme"] = style.SCHEME
 
 
-def _rows(report: RunReport, budget: int | None) -> list[EvalRow]:
+def _rows(report: RunFolder, budget: int | None) -> list[EvalRow]:
     """Return the rows of a cache before and after training, as far as it was evaluated."""
     return [row for rows in (report.before, report.after) for row in rows if row.budget == budget]
 
 
-def tiles(report: RunReport) -> list[tuple[str, str, str]]:
+def tiles(report: RunFolder) -> list[tuple[str, str, str]]:
     """Return the main numbers as heading, value and note."""
     found = []
     for budget in dict.fromkeys((report.budget, None)):
@@ -52,7 +52,7 @@ def tiles(report: RunReport) -> list[tuple[str, str, str]]:
     return found
 
 
-def render(report: RunReport, pictures: Sequence[Picture]) -> str:
+def render(report: RunFolder, pictures: Sequence[Picture]) -> str:
     """Return the page as HTML."""
     rows = [*report.before, *report.after]
     # A run that a verifier rewards does not use its reward head.

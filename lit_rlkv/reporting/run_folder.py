@@ -1,4 +1,4 @@
-"""Read the contents of a report from a run folder; without torch."""
+"""RunFolder: the contents of a run folder, for reports and comparisons; without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import yaml
 
-from lit_rlkv.checks import fits, from_json
-from lit_rlkv.evaluation.results import EvalRow, RewardReport
+from lit_rlkv.checks import fits
+from lit_rlkv.evaluation.results import EvalRow, Results, RewardReport
 from lit_rlkv.files import check_yaml, json_lines, read_if_there, read_json, read_text
 from lit_rlkv.reporting.describe import run_facts
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
@@ -18,7 +18,6 @@ from lit_rlkv.run_files import (
     CONFIG,
     DIAGNOSTICS,
     ENVIRONMENT,
-    EVALUATION,
     EVICTIONS,
     METRICS,
     SAMPLES,
@@ -35,8 +34,8 @@ ENVIRONMENT_KINDS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """Contents of the report of a run, finished or not; fields that are empty or None are left out."""
+class RunFolder:
+    """Contents of the folder of a run, finished or not; the report leaves out what is empty or None."""
 
     title: str
     config_yaml: str = ""
@@ -81,14 +80,15 @@ class RunReport:
         return [row for row in self.diagnostics if row["name"] == name]
 
 
-def read_run(run_dir: Path) -> RunReport:
+def read_run(run_dir: Path) -> RunFolder:
     """Read a run folder; files that the run has not written yet count as empty.
 
     Raises:
         DamagedFileError: a file does not hold what a run writes.
     """
     run_dir = run_dir.absolute()
-    return RunReport(
+    results = Results.load(run_dir)
+    return RunFolder(
         title=run_dir.name,
         config_yaml=read_if_there(run_dir / CONFIG, _yaml, ""),
         environments=read_if_there(run_dir / ENVIRONMENT, read_environments, []),
@@ -97,7 +97,10 @@ def read_run(run_dir: Path) -> RunReport:
         evictions=read_if_there(run_dir / EVICTIONS, _evictions, None),
         samples=read_if_there(run_dir / SAMPLES, read_samples, []),
         diagnostics=read_if_there(run_dir / DIAGNOSTICS, _diagnostics, []),
-        **read_if_there(run_dir / EVALUATION, _results, {}),
+        before=results.before,
+        after=results.after,
+        stage_seconds=results.stage_seconds,
+        reward_model=results.reward_model,
     )
 
 
@@ -141,17 +144,3 @@ def _diagnostics(path: Path) -> list[dict[str, Any]]:
     if not all(isinstance(row, dict) and {"iteration", "name"} <= row.keys() for row in rows):
         raise ValueError("every line must be an object with iteration and name")
     return rows
-
-
-def _results(path: Path) -> dict[str, Any]:
-    """Return the fields of a report that evaluation.json holds."""
-    saved = read_json(path)
-    judged = saved["reward_model"]
-    if not fits(saved["stage_seconds"], dict[str, float]):
-        raise ValueError("stage_seconds must be numbers")
-    return {
-        "before": [from_json(EvalRow, row) for row in saved["before"]],
-        "after": [from_json(EvalRow, row) for row in saved["after"]],
-        "stage_seconds": saved["stage_seconds"],
-        "reward_model": None if judged is None else from_json(RewardReport, judged),
-    }

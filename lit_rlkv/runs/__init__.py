@@ -1,1 +1,1 @@
-"""A run on disk and on processes: context, folder and lock, checkpoints, resume, signals, launch."""
+"""A run on disk and on processes: the run, its folder and lock, checkpoints, resume, signals, launch."""

@@ -1,4 +1,4 @@
-"""Checkpoints: when to save them, how they are written atomically and verified on load, which are kept."""
+"""Checkpoints: their weights, how they are written atomically and verified on load, and which are kept."""
 
 import hashlib
 import json
@@ -9,22 +9,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from lightning import LightningDataModule
-from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_rlkv.checks import from_json
-from lit_rlkv.config import ConfigError, as_config_errors
+from lit_rlkv.config import ConfigError
+from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
+from lit_rlkv.distributed.sharding import gather_full, shard_like
 from lit_rlkv.files import atomic_dir, discard, read_json, sweep_partial
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.non_finite import NonFiniteError, find_divergence
-from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.weights import load_reference, load_trainable, reference_weights, trainable_weights
-from lit_rlkv.trainer import TrainState
 
 WEIGHTS, LEARNER, STATE = "trainable.safetensors", "optimizer.pt", "state.json"
 REFERENCE = "reference.safetensors"
@@ -267,93 +263,61 @@ def _digest_of(state: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-class HasLogits(Protocol):
-    """A module that trains; every rank calls `has_finite_logits` before a checkpoint."""
+def trainable_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters by name, sharded ones gathered on rank 0.
 
-    def has_finite_logits(self) -> bool: ...
-
-
-class RunState:
-    """All that a checkpoint holds of a run: put together by `save`, taken apart by `load`.
-
-    Args:
-        module: an `nn.Module` with `has_finite_logits`; its trained parameters are saved.
-        every: iterations between checkpoints; None saves only the last iteration.
-        resumed: the checkpoint to resume from; None: from the first iteration.
-        backbone: fingerprint of the frozen weights.
-        roles: whose reference is saved once it was synced.
+    Every rank must call it. The frozen backbone is saved once, elsewhere.
     """
+    return _gathered(_parameters(module, trained=True))
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        module: nn.Module,
-        checkpoints: CheckpointDir,
-        every: int | None,
-        resumed: Checkpoint | None,
-        backbone: str | None = None,
-        roles: Roles | None = None,
-    ) -> None:
-        self.fabric = fabric
-        self.module = module
-        self.checkpoints = checkpoints
-        self.every = every
-        self.resumed = resumed
-        self.backbone = backbone
-        self.roles = roles
-        self.saved_at = None if resumed is None else resumed.iteration
-        """Iteration of the newest checkpoint."""
-        self._is_late = False
 
-    def load(self, datamodule: LightningDataModule) -> dict[str, Any] | None:
-        """Restore parameters and data, and return the learner's state; None without a checkpoint.
+def reference_weights(roles: Roles) -> dict[str, Tensor]:
+    """Return the reference's parameters as `trainable_weights`; empty while it is the starting model."""
+    if not roles.reference_is_synced:
+        return {}
+    return _gathered(_parameters(roles.backbone("reference"), trained=False))
 
-        Raises:
-            ConfigError: the checkpoint holds other parameters, or the data has changed since.
-        """
-        if self.resumed is None:
-            return None
-        self.resumed.load_into(self.module, self.roles)
-        with as_config_errors(str(self.resumed.path)):
-            datamodule.load_state_dict(self.resumed.data_state)
-        return self.resumed.learner_state()
 
-    def save(self, state: TrainState) -> None:
-        """Save a checkpoint every `every` iterations, and after the last one, unless training has diverged.
+def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy saved parameters into the trained parameters of a module.
 
-        If it cannot be written, as on a full disk, training continues and the next iteration tries again.
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    _load(_parameters(module, trained=True), weights, "trained parameters")
 
-        Raises:
-            OSError: the checkpoint of the last iteration cannot be written.
-            NonFiniteError: training has diverged; the older checkpoints stay.
-        """
-        is_regular = self.every is not None and state.iteration % self.every == 0
-        is_due = (state.is_last or is_regular or self._is_late) and state.iteration != self.saved_at
-        # Only rank 0 writes, so only it knows of a failed save.
-        if not broadcast_from_rank_zero(self.fabric, lambda: is_due):
-            return
-        # Every rank takes part in a forward and in gathering sharded parameters.
-        with self.fabric.autocast():
-            is_finite = cast(HasLogits, self.module).has_finite_logits()
-        weights = trainable_weights(self.module)
-        newest = "no checkpoint" if self.saved_at is None else f"that of iteration {self.saved_at}"
-        problem = broadcast_from_rank_zero(self.fabric, lambda: find_divergence(weights, is_finite))
-        if problem is not None:
-            raise NonFiniteError(
-                f"training has diverged by iteration {state.iteration}, whose model is not saved: {problem}. "
-                f"There is {newest} to go back to; start a new run with a lower learning rate"
+
+def load_reference(roles: Roles, weights: Mapping[str, Tensor]) -> None:
+    """Copy saved parameters into the reference; do nothing without any, or if no role is the reference.
+
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    if weights and "reference" in roles.needed:
+        _load(_parameters(roles.backbone("reference"), trained=False), weights, "reference")
+        roles.reference_is_synced = True
+
+
+def _parameters(module: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
+    FORWARD_COORDINATOR.wait()  # those of a gathered layer are copies, and writes to them would be lost
+    return {name: one for name, one in module.named_parameters() if one.requires_grad == trained}
+
+
+def _gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: gather_full(parameter.detach()) for name, parameter in parameters.items()}
+
+
+def _load(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], name_of_all: str) -> None:
+    if own.keys() != weights.keys():
+        odd = sorted(own.keys() ^ weights.keys())
+        raise ConfigError(
+            f"the checkpoint must hold this model's {name_of_all}, but {len(odd)} differ, such as "
+            f"{odd[0]}; give the roles that it was trained with"
+        )
+    for name, parameter in own.items():
+        if parameter.shape != weights[name].shape:
+            raise ConfigError(
+                f"{name} has shape {tuple(weights[name].shape)} in the checkpoint but "
+                f"{tuple(parameter.shape)} here; give the model and the roles.rank that it was trained with"
             )
-        content = weights, state.learner_state(), state.data_state, state.metrics
-        reference = {} if self.roles is None else reference_weights(self.roles)
-        if not self.fabric.is_global_zero:
-            return
-        try:
-            self.checkpoints.save(state.iteration, *content, self.fabric.world_size, self.backbone, reference)
-        except OSError as error:
-            self._is_late = True
-            said = f"iteration {state.iteration} cannot be saved in {self.checkpoints.root}: {error}"
-            if state.is_last:
-                raise OSError(f"{said}; there is {newest} to resume from") from error
-            log.warning("%s; the next iteration tries again; until then there is %s", said, newest)
-        else:
-            self.saved_at, self._is_late = state.iteration, False
+        parameter.data.copy_(shard_like(weights[name], parameter))

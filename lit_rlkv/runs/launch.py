@@ -27,6 +27,14 @@ from lit_rlkv.distributed.sharding import ShardedStrategy
 AUTO = "auto"
 FSDP2 = "fsdp2"
 ALL_DEVICES = -1
+WEIGHT_DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float32,
+    "bf16-mixed": torch.float32,
+}
+"""Dtype of the weights for each `fabric.precision`."""
 Found = TypeVar("Found")
 
 

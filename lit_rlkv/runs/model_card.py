@@ -10,7 +10,7 @@ from jinja2 import StrictUndefined, Template
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import is_local
-from lit_rlkv.evaluation.results import EvalRow
+from lit_rlkv.evaluation.results import EvalRow, Results
 from lit_rlkv.files import read_if_there
 from lit_rlkv.models.kv_scorer import KV_SCORER_FILE
 from lit_rlkv.models.layouts import LAYOUTS
@@ -20,7 +20,6 @@ from lit_rlkv.reporting.tables import markdown_table
 from lit_rlkv.run_files import ENVIRONMENT
 from lit_rlkv.runs import environment
 from lit_rlkv.runs.open_run import SavedRun
-from lit_rlkv.runs.training_run import Results
 
 ADAPTER, VALUE_ADAPTER, HEADS = "adapter", "value_adapter", "heads.safetensors"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -15,12 +15,17 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.non_finite import find_divergence
 from lit_rlkv.reporting.run_metrics import ITERATION, read_metrics
 from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, METRICS
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, load_checkpoint
-from lit_rlkv.runs.context import RunContext, build_context, pretrained_path
+from lit_rlkv.runs.checkpoint import (
+    Checkpoint,
+    CheckpointDir,
+    load_checkpoint,
+    load_reference,
+    load_trainable,
+)
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import CheckedConfig, checked_config
-from lit_rlkv.runs.starting_model import backbone_id, check_backbone
-from lit_rlkv.runs.weights import load_reference, load_trainable
+from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.starting_model import backbone_id, check_backbone, pretrained_path
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +138,12 @@ def check_run(run: SavedRun) -> CheckedConfig:
         cfg.fabric.accelerator = "auto"
     checked = checked_config(cfg)
     # Without distillation, a teacher that only it needs is not loaded.
-    return replace(checked, distillation=None, parts=replace(checked.parts, distillation=None))
+    checked.parts.distillation = None
+    return replace(checked, distillation=None)
 
 
-def open_run(run: SavedRun, cfg: CheckedConfig | None = None) -> tuple[RunContext, PolicyModule]:
-    """Return the context of a run and its policy with the weights of the checkpoint.
+def open_run(saved: SavedRun, cfg: CheckedConfig | None = None) -> tuple[Run, PolicyModule]:
+    """Return a saved run, opened to read alone, and its policy with the weights of the checkpoint.
 
     Args:
         cfg: of `check_run`, if that was called before.
@@ -145,21 +151,21 @@ def open_run(run: SavedRun, cfg: CheckedConfig | None = None) -> tuple[RunContex
     Raises:
         ConfigError: the config breaks a rule, or the checkpoint holds other parameters or has diverged.
     """
-    cfg = cfg or check_run(run)
-    start = run.start
-    context = build_context(cfg)
-    module = make_policy(context, start)
-    check_backbone(run.checkpoint, start, backbone_id(start))
-    if run.checkpoint is not None:
-        load_trainable(module, run.weights)
-        load_reference(module.roles, run.reference)
-        with context.fabric.autocast():
-            problem = find_divergence(run.weights, module.has_finite_logits())
+    cfg = cfg or check_run(saved)
+    start = saved.start
+    run = Run(cfg)
+    module = make_policy(run, start)
+    check_backbone(saved.checkpoint, start, backbone_id(start))
+    if saved.checkpoint is not None:
+        load_trainable(module, saved.weights)
+        load_reference(module.roles, saved.reference)
+        with run.fabric.autocast():
+            problem = find_divergence(saved.weights, module.has_finite_logits())
         if problem is not None:
             raise ConfigError(
-                f"{run.checkpoint.path} holds a model that has diverged: {problem}; give an earlier "
+                f"{saved.checkpoint.path} holds a model that has diverged: {problem}; give an earlier "
                 "checkpoint"
             )
-        run.weights.clear()
-        run.reference.clear()
-    return context, module
+        saved.weights.clear()
+        saved.reference.clear()
+    return run, module

@@ -1,6 +1,5 @@
 """Sizes chosen from memory: tokens in a pass of the learner, and rows in an evaluation."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,19 +14,15 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import AUTO
-from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, compute_dtype, rollout_needs
-from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.kv_scorer import kv_scorer_of
-from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rollout.decoder import FIRST_TOKENS
-from lit_rlkv.run_files import PASS_SIZE
-from lit_rlkv.runs.context import RunContext
+from lit_rlkv.runs.run import Run
 from lit_rlkv.units import human_bytes
 
 log = logging.getLogger(__name__)
@@ -39,12 +34,10 @@ MAX_ROWS = 512
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def tokens_per_pass(
-    context: RunContext, module: nn.Module, backbone: PreTrainedModel, *, n_graphs: int = 1
-) -> int:
+def tokens_per_pass(run: Run, module: nn.Module, backbone: PreTrainedModel, *, n_graphs: int = 1) -> int:
     """Return `fabric.tokens_per_pass`, or what should fit into the memory of the device.
 
-    After a pass that did not fit, `load_pass_limit` bounds it. Of several ranks, the one with the least
+    After a pass that did not fit, `Run.pass_limit` bounds it. Of several ranks, the one with the least
     memory decides; all must call this.
 
     Args:
@@ -52,38 +45,20 @@ def tokens_per_pass(
         backbone: the backbone that learns.
         n_graphs: forwards of a pass that wait for their backward at the same time.
     """
-    given = context.cfg.fabric.tokens_per_pass
+    given = run.cfg.fabric.tokens_per_pass
     if given != AUTO:
         return int(given)
-    n_columns = max(context.sizes.prompts) + max(context.cfg.rollout.max_new_tokens, *context.sizes.solutions)
-    with context.fabric.autocast():
-        per_row = bytes_of_row(
-            backbone, n_columns, checkpoints_layers=context.cfg.roles.gradient_checkpointing
-        )
-    n_rows = int(FOR_PASSES * free_memory(context, module)) // (n_graphs * per_row)
-    found = _least(context, min(context.pass_limit, max(n_rows, 1) * n_columns))
+    n_columns = max(run.sizes.prompts) + max(run.cfg.rollout.max_new_tokens, *run.sizes.solutions)
+    with run.fabric.autocast():
+        per_row = bytes_of_row(backbone, n_columns, checkpoints_layers=run.cfg.roles.gradient_checkpointing)
+    n_rows = int(FOR_PASSES * free_memory(run, module)) // (n_graphs * per_row)
+    found = _least(run, min(run.pass_limit, max(n_rows, 1) * n_columns))
     log.info("fabric.tokens_per_pass=auto: %d", found)
     return found
 
 
-def load_pass_limit(run_dir: Path) -> int:
-    """Return the most tokens of a pass under `auto`: the default, or half of what did not fit in this run.
-
-    Raises:
-        DamagedFileError: the file with the number cannot be read.
-    """
-    return read_if_there(run_dir / PASS_SIZE, lambda path: int(read_json(path)), TOKENS_PER_PASS)
-
-
-def halve_pass_limit(run_dir: Path, n_tokens: int) -> None:
-    """Let the run resume with half of the tokens that did not fit in a pass."""
-    limit = max(n_tokens // 2, 1)
-    write_atomically(run_dir / PASS_SIZE, json.dumps(limit))
-    log.warning("resume=%s continues with at most %d tokens in a pass", run_dir, limit)
-
-
 def evaluation_rows(
-    context: RunContext, module: nn.Module, backbone: PreTrainedModel, caches: Sequence[CacheSpec]
+    run: Run, module: nn.Module, backbone: PreTrainedModel, caches: Sequence[CacheSpec]
 ) -> int:
     """Return `evaluation.batch_size`, or the rows whose caches fit into the memory; at most `MAX_ROWS`.
 
@@ -94,35 +69,35 @@ def evaluation_rows(
         backbone: the backbone that samples.
         caches: the caches to sample with, one at a time.
     """
-    given = context.cfg.evaluation.batch_size
+    given = run.cfg.evaluation.batch_size
     if given != AUTO:
         return int(given)
-    shape = (1, max(context.sizes.prompts))
+    shape = (1, max(run.sizes.prompts))
     needed = max(
-        sum(rollout_needs(backbone, cache, shape, context.cfg.rollout, group=1).values()) for cache in caches
+        sum(rollout_needs(backbone, cache, shape, run.cfg.rollout, group=1).values()) for cache in caches
     )
-    found = _least(context, max(min(MAX_ROWS, int(FOR_CACHE * free_memory(context, module)) // needed), 1))
+    found = _least(run, max(min(MAX_ROWS, int(FOR_CACHE * free_memory(run, module)) // needed), 1))
     log.info("evaluation.batch_size=auto: %d", found)
     return found
 
 
-def _least(context: RunContext, number: int) -> int:
+def _least(run: Run, number: int) -> int:
     """Return the smallest of the ranks' numbers."""
-    return -ranks_of(context.fabric).all_reduce_max(-number)
+    return -run.ranks.all_reduce_max(-number)
 
 
-def free_memory(context: RunContext, module: nn.Module) -> int:
+def free_memory(run: Run, module: nn.Module) -> int:
     """Return the bytes of this process's share of the device, less weights, gradients and two moments.
 
     The weights of a teacher are subtracted, too.
     """
-    device, n_ranks = context.fabric.device, context.fabric.world_size
+    device, n_ranks = run.fabric.device, run.fabric.world_size
     if device.type == "cuda":
         total = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        n_nodes = getattr(context.fabric.strategy, "num_nodes", 1)  # a single process has no such number
+        n_nodes = getattr(run.fabric.strategy, "num_nodes", 1)  # a single process has no such number
         total = machine_memory() * n_nodes // n_ranks
-    distillation = context.cfg.parts.distillation
+    distillation = run.parts.distillation
     teacher = distillation.teacher if isinstance(distillation, ModelDistillation) else None
     for parameter in chain(module.parameters(), [] if teacher is None else teacher.parameters()):
         n_bytes = parameter.numel() * parameter.element_size()
@@ -131,7 +106,7 @@ def free_memory(context: RunContext, module: nn.Module) -> int:
     return max(total, 0)
 
 
-def check_rollout_memory(context: RunContext, backbone: PreTrainedModel) -> None:
+def check_rollout_memory(run: Run, backbone: PreTrainedModel) -> None:
     """Check that the memory there is suffices for the cache and the records of a rollout alone.
 
     Prompts count as the shortest, and a dense cache, which grows, as it is at first.
@@ -139,15 +114,15 @@ def check_rollout_memory(context: RunContext, backbone: PreTrainedModel) -> None
     Raises:
         MemoryExhaustedError: it does not.
     """
-    cfg, group_size = context.cfg, context.cfg.algorithm.group_size
-    cache = CacheSpec.dense() if cfg.parts.correction.samples_dense else cfg.parts.cache.for_rollouts
+    cfg, group_size = run.cfg, run.cfg.algorithm.group_size
+    cache = CacheSpec.dense() if run.parts.correction.samples_dense else run.parts.cache.for_rollouts
     most = FIRST_TOKENS if cache.is_dense else cfg.rollout.max_new_tokens
     settings = replace(cfg.rollout, max_new_tokens=min(most, cfg.rollout.max_new_tokens))
-    n_prompts = cfg.rollout.n_prompts // (cfg.rollout.n_shards or context.fabric.world_size)
-    with context.fabric.autocast():
-        needs = rollout_needs(backbone, cache, (n_prompts, min(context.sizes.prompts)), settings, group_size)
+    n_prompts = cfg.rollout.n_prompts // (cfg.rollout.n_shards or run.fabric.world_size)
+    with run.fabric.autocast():
+        needs = rollout_needs(backbone, cache, (n_prompts, min(run.sizes.prompts)), settings, group_size)
     sizes = {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
-    there = available_memory(context.fabric.device)
+    there = available_memory(run.fabric.device)
     if "rl" in cfg.stages and sum(sizes.values()) > there:
         parts = [f"{human_bytes(n)} for the {what} (change {SETTINGS[what]})" for what, n in sizes.items()]
         raise MemoryExhaustedError(

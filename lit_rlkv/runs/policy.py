@@ -30,62 +30,63 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.evictions import EvictionLearner
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext
+from lit_rlkv.runs.launch import WEIGHT_DTYPES
 from lit_rlkv.runs.preflight import CheckedConfig, check_critics
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
 from lit_rlkv.types import Record
 
 log = logging.getLogger(__name__)
 
 
-def load_backbone(context: RunContext, path: str | Path | None) -> PreTrainedModel:
+def load_backbone(run: Run, path: str | Path | None) -> PreTrainedModel:
     """Load a backbone from a path or hub name, or build the preset, and prove that it can be replayed.
 
     It is on the run's device, or on the CPU if it will be sharded. Weights have the run's precision, float32
     under mixed precision, whatever the checkpoint has.
     """
     with as_config_errors("model"):
-        backbone = _load_backbone(context, path, WEIGHT_DTYPES[context.cfg.fabric.precision])
-    roles = context.cfg.roles
+        backbone = _load_backbone(run, path, WEIGHT_DTYPES[run.cfg.fabric.precision])
+    roles = run.cfg.roles
     if not LAYOUTS[roles.layout].trains_backbones:
         with as_config_errors("roles"):
             check_target_modules(backbone, roles.target_modules)
     return backbone
 
 
-def _load_backbone(context: RunContext, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
-    quantization = None if path is None else context.cfg.fabric.quantization
+def _load_backbone(run: Run, path: str | Path | None, dtype: torch.dtype) -> PreTrainedModel:
+    quantization = None if path is None else run.cfg.fabric.quantization
     if path is not None:
-        model = load_causal_lm(path, dtype, quantization=quantization, device=context.fabric.device)
+        model = load_causal_lm(path, dtype, quantization=quantization, device=run.fabric.device)
     else:
-        torch.manual_seed(derive_seed(context.cfg.sft.seed, "init"))
-        tokenizer = context.tokenizer
-        preset = context.cfg.model.preset
+        torch.manual_seed(derive_seed(run.cfg.sft.seed, "init"))
+        tokenizer = run.tokenizer
+        preset = run.cfg.model.preset
         assert preset is not None, "parse_config has checked that"
         model = build(preset)(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
         for parameter in model.parameters():  # buffers, such as rotary frequencies, are as they are
             parameter.data = parameter.data.to(dtype)
     # What is quantized is where it was loaded to, and what will be sharded need not fit there.
-    if quantization is None and not context.is_sharded:
+    if quantization is None and not run.is_sharded:
         with explain_out_of_memory(
             lambda: (
-                f"out of memory while {path or 'the model'} moves to {context.fabric.device}; shard it over "
+                f"out of memory while {path or 'the model'} moves to {run.fabric.device}; shard it over "
                 "several devices (fabric.strategy=fsdp2, of lit_rlkv.fit), or store less of it "
                 "(fabric.precision=bf16-true, fabric.quantization=4bit)"
             )
         ):
-            context.fabric.to_device(model)
-    check_vocabulary(context.tokenizer, n_embeddings(model))
-    check_prompts_fit(model, context.sizes, context.cfg.rollout.max_new_tokens)
-    with use_kernels("reference") if context.is_sharded else nullcontext():
+            run.fabric.to_device(model)
+    check_vocabulary(run.tokenizer, n_embeddings(model))
+    check_prompts_fit(model, run.sizes, run.cfg.rollout.max_new_tokens)
+    with use_kernels("reference") if run.is_sharded else nullcontext():
         backbone = prepare_backbone(model.eval())
-        if context.cfg.rollout.replay_routing:
+        if run.cfg.rollout.replay_routing:
             routers_of(backbone)
-        if context.cfg.rollout.prefill_chunk is not None:
+        if run.cfg.rollout.prefill_chunk is not None:
             check_chunks(backbone)
         for dim in head_dims(backbone):
-            check_dim(dim, context.cfg.parts.cache.dtype)
-        check_budget_profile(context.cfg, backbone)
+            check_dim(dim, run.parts.cache.dtype)
+        check_budget_profile(run.cfg, backbone)
         return backbone
 
 
@@ -106,13 +107,13 @@ def check_budget_profile(cfg: CheckedConfig, backbone: PreTrainedModel) -> None:
         replace(cache, budget=budget).layer_budgets(n_layers)
 
 
-def shard(context: RunContext, backbone: PreTrainedModel) -> None:
+def shard(run: Run, backbone: PreTrainedModel) -> None:
     """Shard a backbone with its adapters over the ranks; do nothing if the run shards nothing.
 
     Raises:
         ConfigError: a forward of it does not go through layers of transformers' own kind, once each.
     """
-    strategy = context.fabric.strategy
+    strategy = run.fabric.strategy
     if not isinstance(strategy, ShardedStrategy):
         return
     layers = layers_in_order(backbone)
@@ -127,8 +128,8 @@ def shard(context: RunContext, backbone: PreTrainedModel) -> None:
         model_body(backbone),
         layers,
         strategy.device_mesh["data_parallel"],
-        context.fabric.device,
-        computes_in=torch.bfloat16 if context.cfg.fabric.precision == "bf16-mixed" else None,
+        run.fabric.device,
+        computes_in=torch.bfloat16 if run.cfg.fabric.precision == "bf16-mixed" else None,
         keeps_whole=strategy.keeps_whole,
     )
 
@@ -158,19 +159,19 @@ def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
     return called
 
 
-def make_roles(context: RunContext, start: str | Path) -> Roles:
+def make_roles(run: Run, start: str | Path) -> Roles:
     """Build the backbones, adapters and heads of the layout from one starting model.
 
     Raises:
         ConfigError: the starting model lacks what the layout and the algorithm need.
     """
-    cfg, settings = context.cfg, context.cfg.roles
+    cfg, settings = run.cfg, run.cfg.roles
     critic = critic_dir(start)
     reward_head = load_reward_head(critic)
     check_critics(cfg, str(start), has_head=reward_head is not None, is_apart=critic != start)
 
     def load(role: str) -> PreTrainedModel:
-        backbone = load_backbone(context, critic if role in CRITICS else start)
+        backbone = load_backbone(run, critic if role in CRITICS else start)
         torch.manual_seed(derive_seed(cfg.seed, "lora"))  # the adapters come next, whatever loading drew
         return backbone
 
@@ -189,8 +190,8 @@ def make_roles(context: RunContext, start: str | Path) -> Roles:
     if cfg.parts.cache.is_trained:
         add_scorer(cfg, roles, start)
     for name in roles.backbones:
-        shard(context, roles.named_backbone(name))
-    roles.heads.to(context.fabric.device)
+        shard(run, roles.named_backbone(name))
+    roles.heads.to(run.fabric.device)
     return roles
 
 
@@ -206,9 +207,9 @@ def add_scorer(cfg: CheckedConfig, roles: Roles, start: str | Path) -> None:
     scorer.requires_grad_(cfg.algorithm.eviction.weight > 0)
 
 
-def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
+def make_policy(run: Run, start: str | Path) -> PolicyModule:
     """Build the RL module of the algorithm with its roles."""
-    cfg, algorithm = context.cfg, context.cfg.algorithm
+    cfg, algorithm = run.cfg, run.cfg.algorithm
     n_steps = algorithm.n_iterations * algorithm.n_epochs * algorithm.n_minibatches
     # Only a KL in the loss has an estimator there; one in the reward may be k1, which has no gradient.
     kl = algorithm.kl
@@ -216,7 +217,7 @@ def make_policy(context: RunContext, start: str | Path) -> PolicyModule:
     parts = cfg.parts
     sees_shadow = critic_sees_shadow(cfg.roles, parts.correction, parts.cache)
     critic = {"value_shadow": sees_shadow} if parts.has_critic else {}
-    roles = make_roles(context, start)
+    roles = make_roles(run, start)
     scorer, eviction = kv_scorer_of(roles.backbone("policy")), algorithm.eviction
     evictions = None
     if scorer is not None and eviction.weight > 0:

@@ -7,22 +7,37 @@ from glob import escape
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
-from lit_rlkv.config import Config, ConfigError, as_config_errors
+from lit_rlkv.config import (
+    Config,
+    ConfigError,
+    as_config_errors,
+    check_source,
+    expanded,
+    find_gguf,
+    is_local,
+)
+from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items, show
 from lit_rlkv.files import fingerprint, stamps
+from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.run_files import BACKBONE
 from lit_rlkv.runs.checkpoint import Checkpoint
-from lit_rlkv.runs.context import pretrained_path
 from lit_rlkv.runs.preflight import CheckedConfig
 
 log = logging.getLogger(__name__)
+HUB_TIMEOUT_S = 10.0
+"""Longest wait for the hub to say that a model exists."""
+CONVERTED_MODELS = "converted_models"
+"""Folder in `runs_dir` of GGUF files converted to safetensors, which runs share."""
 REWARD_MODEL = "reward_model"
 """Folder in a SFT model for a reward model with weights of its own."""
 LOADED = ("*.safetensors", f"{REWARD_MODEL}/*.safetensors")
@@ -34,6 +49,32 @@ SFT_FORMAT = 2
 """Version of what the SFT stage computes and writes; a new one ignores older models."""
 SFT_MODELS, SFT_DONE = "sft_models", "sft.json"
 """Folder of the SFT models that runs share, and the file that marks a finished one."""
+
+
+def pretrained_path(path: str | None, runs_dir: str, key: str = "model.path") -> str | None:
+    """Return what transformers loads for a model path: for a GGUF file, the folder it is converted to.
+
+    Raises:
+        ConfigError: the file cannot be converted, or there is no such folder, and the hub cannot be reached.
+    """
+    if path is None:
+        return None
+    check_source(path, key)
+    file = find_gguf(path, key)
+    with as_config_errors(key):
+        if file is not None:
+            return str(converted_gguf(file, Path(runs_dir) / CONVERTED_MODELS))
+        if not is_local(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            try:  # transformers asks again and again for a minute
+                HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
+            except HfHubHTTPError:  # an answer, which transformers explains
+                pass
+            except (OSError, HTTPError) as error:
+                raise ConfigError(
+                    f"{key}={path} is no folder here, and the hub cannot be asked for it: {one_line(error)}; "
+                    "correct the path, or fetch the model first"
+                ) from error
+    return expanded(path)
 
 
 def critic_dir(start: str | Path) -> str | Path:

@@ -12,31 +12,32 @@ from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.loading import load_causal_lm
 from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.runs.context import WEIGHT_DTYPES, RunContext, pretrained_path
-from lit_rlkv.runs.launch import broadcast_from_rank_zero
+from lit_rlkv.runs.launch import WEIGHT_DTYPES, broadcast_from_rank_zero
+from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.starting_model import pretrained_path
 
 
-def load_teacher(context: RunContext) -> None:
+def load_teacher(run: Run) -> None:
     """Load the teacher that the RL stage distils, if any, frozen and on the run's device.
 
     Raises:
         ConfigError: it cannot be loaded, has another tokenizer or fewer tokens, or is too short.
     """
-    cfg, distillation = context.cfg, context.cfg.parts.distillation
+    cfg, distillation = run.cfg, run.parts.distillation
     if not isinstance(distillation, ModelDistillation) or "rl" not in cfg.stages:
         return
     path = broadcast_from_rank_zero(
-        context.fabric,
+        run.fabric,
         lambda: str(pretrained_path(distillation.model, cfg.runs_dir, "distillation.model")),
     )
     with as_config_errors("distillation.model"):
-        _check_same_tokenizer(context.tokenizer, load_tokenizer(path), path)
+        _check_same_tokenizer(run.tokenizer, load_tokenizer(path), path)
         own = distillation.dtype
         dtype = WEIGHT_DTYPES[cfg.fabric.precision] if own is None else getattr(torch, own)
         teacher = load_causal_lm(path, dtype).requires_grad_(False)
-        _check_vocabulary(teacher, _policy_vocabulary(context), path)
-        check_prompts_fit(teacher, context.sizes, cfg.rollout.max_new_tokens)
-        device = context.fabric.device
+        _check_vocabulary(teacher, _policy_vocabulary(run), path)
+        check_prompts_fit(teacher, run.sizes, cfg.rollout.max_new_tokens)
+        device = run.fabric.device
         with explain_out_of_memory(
             lambda: (
                 f"out of memory while the teacher {path} moves to {device}; set distillation.dtype=bfloat16"
@@ -46,11 +47,11 @@ def load_teacher(context: RunContext) -> None:
         distillation.teacher = prepare_backbone(teacher.eval())
 
 
-def _policy_vocabulary(context: RunContext) -> int:
+def _policy_vocabulary(run: Run) -> int:
     """Return the number of the policy's logits; a preset has one for each token."""
-    path = pretrained_path(context.cfg.model.path, context.cfg.runs_dir)
+    path = pretrained_path(run.cfg.model.path, run.cfg.runs_dir)
     if path is None:
-        return len(context.tokenizer)
+        return len(run.tokenizer)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return int(config.get_text_config(decoder=True).vocab_size)
 

@@ -12,12 +12,9 @@ from transformers import PreTrainedModel
 from lit_rlkv.config import ConfigError, as_config_errors
 from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator, caches_to_evaluate
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.evaluation.reward_model import score_pairs
-from lit_rlkv.experience.reward import RewardRule
-from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.heads import ScalarHead
@@ -26,85 +23,67 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.progress import say, track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import evaluation_rows, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
-from lit_rlkv.runs.training_run import TrainingRun
-from lit_rlkv.types import PreferencePair, Rollout
+from lit_rlkv.types import PreferencePair, Problem, Rollout
 
 log = logging.getLogger(__name__)
 
 
-def evaluate_before_training(run: TrainingRun, module: PolicyModule, start: str | Path) -> None:
+def evaluate_before_training(run: Run, module: PolicyModule, start: str | Path) -> None:
     """Score the reward model and the policy that training starts from, unless an earlier process did.
 
     The policy is scored again if the settings of the evaluation have changed.
     """
-    context, results = run.context, run.results
+    results = run.results
     if results.reward_model is None:
         with run.timed("eval"):
-            results.reward_model = report_on_reward(context, module.roles, start)
-    if "rl" not in context.cfg.stages and run.resume_from is None:
+            results.reward_model = report_on_reward(run, module.roles, start)
+    if "rl" not in run.cfg.stages and run.resume_from is None:
         return  # evaluate_after_training scores the same policy
-    settings = asdict(context.cfg.evaluation) | {"budgets": list(context.cfg.evaluation.budgets)}
-    settings["accuracy"] = context.cfg.accuracy
+    settings = asdict(run.cfg.evaluation) | {"budgets": list(run.cfg.evaluation.budgets)}
+    settings["accuracy"] = run.cfg.accuracy
     settings.pop("batch_size")  # fits the memory of a machine, so it may differ on resume
     if results.before and results.settings in ({}, settings):
         return
     say(run.console, "before training", stage="eval")
     with run.timed("eval"):
-        results.before, results.rollout = evaluate_policy(context, module.roles, run.interruption)
+        results.before, results.rollout = evaluate_policy(run, module.roles)
         results.settings = settings
 
 
-def evaluate_after_training(run: TrainingRun, module: PolicyModule) -> None:
+def evaluate_after_training(run: Run, module: PolicyModule) -> None:
     """Score the policy as it is now and save all results of the run."""
-    context, results = run.context, run.results
-    say(run.console, "after training" if "rl" in context.cfg.stages else "", stage="eval")
+    results = run.results
+    say(run.console, "after training" if "rl" in run.cfg.stages else "", stage="eval")
     with run.timed("eval"):
-        results.after, results.rollout = evaluate_policy(context, module.roles, run.interruption)
-    results.final = final_metrics(results.before, results.after, context.cfg.parts.cache.label)
+        results.after, results.rollout = evaluate_policy(run, module.roles)
+    results.final = final_metrics(results.before, results.after, run.parts.cache.label)
     run.save_results(must_succeed=True)
 
 
 def score_caches(
-    context: RunContext,
-    roles: Roles,
-    caches: Sequence[CacheSpec],
-    n_samples: int = 1,
-    interruption: Interruption | None = None,
+    run: Run, roles: Roles, caches: Sequence[CacheSpec], n_samples: int = 1
 ) -> Iterator[CacheScore]:
     """Evaluate the policy with each cache on the same held-out prompts; yield one score at a time.
 
-    Args:
-        interruption: signals are handled before each cache.
+    Signals are handled before each cache.
     """
-    interruption = interruption or Interruption()
-    cfg, n_prompts = context.cfg, context.cfg.evaluation.n_prompts
-    source = PromptSource(context.task, split="eval", seed=cfg.seed)
-    problems = source.take(min(n_prompts, source.size or n_prompts))
+    backbone = roles.backbone("policy")
     evaluator = Evaluator(
+        run,
         roles,
-        context.tokenizer,
-        context.task,
-        problems,
-        cfg.evaluation,
-        cfg.rollout,
-        cfg.seed,
-        cfg.accuracy,
-        RewardRule(cfg.reward, context.rewards.functions),
-        context.rewards,
+        held_out_problems(run),
         n_samples,
-        ranks_of(context.fabric),
-        batch_size=evaluation_rows(context, roles, roles.backbone("policy"), caches),
-        tokens_per_pass=tokens_per_pass(context, roles, roles.backbone("policy")),
-        environments=context.environments,
+        batch_size=evaluation_rows(run, roles, backbone, caches),
+        tokens_per_pass=tokens_per_pass(run, roles, backbone),
     )
     rows: list[EvalRow] = []
-    with track("eval", len(caches)) as advance, context.fabric.autocast():
+    with track("eval", len(caches)) as advance, run.fabric.autocast():
         for cache in caches:
-            interruption.raise_if_requested(context.fabric)
+            run.interruption.raise_if_requested(run.fabric)
             # The log-probs of the mismatch come after the last token.
             on_progress = partial(advance.within, n_total=evaluator.n_tokens + 1)
             found = evaluator.score_cache(cache, on_progress)
@@ -113,27 +92,25 @@ def score_caches(
             advance(1, cache=cache.label, **{key: "–" if x is None else x for key, x in known.items()})
             yield found
     best = max(row.reward or 0.0 for row in rows)
-    if best > 0 and all(row.accuracy == 0 for row in rows) and context.fabric.is_global_zero:
+    if best > 0 and all(row.accuracy == 0 for row in rows) and run.is_rank_zero:
         log.warning(
             "accuracy is 0 with every cache although the mean reward is up to %.3g: no response has the full "
             "score 1 of %s; reward.accuracy=NAME counts by a function of reward.functions instead",
             best,
-            cfg.accuracy,
+            run.cfg.accuracy,
         )
 
 
-def evaluate_policy(
-    context: RunContext, roles: Roles, interruption: Interruption | None = None
-) -> tuple[list[EvalRow], Rollout | None]:
+def evaluate_policy(run: Run, roles: Roles) -> tuple[list[EvalRow], Rollout | None]:
     """Return the scores of every cache, and rank 0's rollout under the run's own budget.
 
     Raises:
         InterruptedRunError: a signal ended the run; the scores so far are lost.
     """
-    own = context.cfg.parts.cache
-    caches = caches_to_evaluate(own, context.cfg.evaluation.budgets)
+    own = run.parts.cache
+    caches = caches_to_evaluate(own, run.cfg.evaluation.budgets)
     rows, pictured = [], None
-    scores = score_caches(context, roles, caches, interruption=interruption)
+    scores = score_caches(run, roles, caches)
     for cache, found in zip(caches, scores, strict=True):
         rows.append(found.row)
         if cache == own or pictured is None:
@@ -141,17 +118,20 @@ def evaluate_policy(
     return rows, pictured
 
 
-def held_out_pairs(context: RunContext) -> list[PreferencePair]:
-    """Return at most `evaluation.n_prompts` preference pairs of the eval split."""
-    cfg = context.cfg
-    rng = Random(derive_seed(cfg.seed, "corrupt", "eval"))
+def held_out_problems(run: Run) -> list[Problem]:
+    """Return at most `evaluation.n_prompts` problems of the eval split."""
+    source, n_prompts = PromptSource(run.task, split="eval", seed=run.cfg.seed), run.cfg.evaluation.n_prompts
+    return source.take(min(n_prompts, source.size or n_prompts))
+
+
+def held_out_pairs(run: Run) -> list[PreferencePair]:
+    """Return the preference pairs of the held-out problems."""
+    rng = Random(derive_seed(run.cfg.seed, "corrupt", "eval"))
     with as_config_errors("task"):
-        source = PromptSource(context.task, split="eval", seed=cfg.seed)
-        n_pairs = min(cfg.evaluation.n_prompts, source.size or cfg.evaluation.n_prompts)
-        return [preference_pair(context.task, problem, rng) for problem in source.take(n_pairs)]
+        return [preference_pair(run.task, problem, rng) for problem in held_out_problems(run)]
 
 
-def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> RewardReport | None:
+def report_on_reward(run: Run, roles: Roles, start: str | Path) -> RewardReport | None:
     """Return the quality of the starting model's reward head, whether or not this run rewards by it.
 
     None without a reward head, or, with a warning, if the task makes no pairs. Call it before training.
@@ -161,30 +141,30 @@ def report_on_reward(context: RunContext, roles: Roles, start: str | Path) -> Re
     if weights is None:
         return None
     try:
-        pairs = held_out_pairs(context)
+        pairs = held_out_pairs(run)
     except (ConfigError, NotImplementedError) as error:  # a task of the user's may leave `corrupt` out
         log.warning("the reward head of %s is not scored: the task makes no pairs (%r)", folder, error)
         return None
     if "reward" in roles.needed:
         with acting_as(roles, "reward") as backbone:
-            return evaluate_reward(context, backbone, roles.head("reward"), pairs)
+            return evaluate_reward(run, backbone, roles.head("reward"), pairs)
     # Before training the policy's backbone holds the starting model's weights; no second copy is needed.
     if folder == start:
         backbone = roles.backbone("policy")
     else:
-        backbone = load_backbone(context, folder)
-        shard(context, backbone)
+        backbone = load_backbone(run, folder)
+        shard(run, backbone)
     with as_config_errors(str(folder)):
         head = make_head(backbone, weights)
     with use_adapter(lora_layers(backbone), None):
-        return evaluate_reward(context, backbone, head, pairs)
+        return evaluate_reward(run, backbone, head, pairs)
 
 
 def evaluate_reward(
-    context: RunContext, backbone: PreTrainedModel, head: ScalarHead, pairs: list[PreferencePair]
+    run: Run, backbone: PreTrainedModel, head: ScalarHead, pairs: list[PreferencePair]
 ) -> RewardReport:
     """Score pairs with a head on the backbone in its current role."""
-    longest = max(context.sizes.prompts) + max(*context.sizes.solutions, *context.sizes.rejected)
-    batch_size = max(tokens_per_pass(context, backbone, backbone) // longest, 1)
-    with track("reward", len(pairs)) as advance, context.fabric.autocast():
-        return score_pairs(backbone, head, context.tokenizer, pairs, batch_size, on_scored=advance)
+    longest = max(run.sizes.prompts) + max(*run.sizes.solutions, *run.sizes.rejected)
+    batch_size = max(tokens_per_pass(run, backbone, backbone) // longest, 1)
+    with track("reward", len(pairs)) as advance, run.fabric.autocast():
+        return score_pairs(backbone, head, run.tokenizer, pairs, batch_size, on_scored=advance)

@@ -8,30 +8,20 @@ from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.callbacks.hooks import loss_terms_of
 from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
-from lit_rlkv.data.prompts import PromptSource
-from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.datamodule import RolloutDataModule
-from lit_rlkv.interrupts import Interruption
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.checkpoint import Checkpoint, CheckpointDir, RunState
-from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import tokens_per_pass
+from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import source_ids
 from lit_rlkv.trainer import train
 
 
 def train_policy(
-    context: RunContext,
-    module: PolicyModule,
-    callbacks: Sequence[Callback],
-    checkpoints: CheckpointDir,
-    resume_from: Checkpoint | None,
-    interruption: Interruption | None = None,
-    backbone: str | None = None,
+    run: Run, module: PolicyModule, callbacks: Sequence[Callback], backbone: str | None = None
 ) -> None:
-    """Train the policy by RL, from the first iteration or from a checkpoint.
+    """Train the policy by RL, from the first iteration or from the run's checkpoint.
 
     Args:
         backbone: fingerprint of the frozen weights, kept in each checkpoint.
@@ -39,70 +29,32 @@ def train_policy(
     Raises:
         ConfigError: the checkpoint holds other parameters, or the data has changed since.
     """
-    cfg = context.cfg
-    algorithm = cfg.algorithm
-    ranks = ranks_of(context.fabric)
-    datamodule = RolloutDataModule(
-        module.roles,
-        context.tokenizer,
-        context.task,
-        PromptSource(
-            context.task,
-            split="train",
-            seed=derive_seed(cfg.seed, "prompts", "rl"),
-            curriculum=algorithm.curriculum,
-        ),
-        cfg.parts.cache,
-        cfg.parts.correction,
-        cfg.parts.advantage,
-        cfg.rollout,
-        algorithm,
-        seed=cfg.seed,
-        roles_config=cfg.roles,
-        reward=cfg.reward,
-        learner_parts=module.learner_parts,
-        warmup_part=module.warmup_part,
-        rewards=context.rewards,
-        environments=context.environments,
-        callbacks=callbacks,
-        ranks=ranks,
-        tokens_per_pass=tokens_per_pass(
-            context,
-            module,
-            module.roles.backbone("policy"),
-            # Distillation adds a forward of the policy under the other view; a teacher's keeps nothing.
-            n_graphs=module.n_graphs + isinstance(cfg.parts.distillation, ShadowDistillation),
-        ),
-        target_overlap=cfg.cache.target_overlap,
-        budget_bounds=cfg.cache.budget_bounds,
-        trains_evictions=module.evictions is not None,
-    )
+    cfg = run.cfg
+    # Distillation adds a forward of the policy under the other view; a teacher's keeps nothing.
+    n_graphs = module.n_graphs + isinstance(run.parts.distillation, ShadowDistillation)
+    n_tokens = tokens_per_pass(run, module, module.roles.backbone("policy"), n_graphs=n_graphs)
+    datamodule = RolloutDataModule(run, module, callbacks, n_tokens)
     datamodule.sources = source_ids(cfg)
     for callback in callbacks:
         if isinstance(callback, RowsDiagnostic):
-            callback.tokens_per_pass = min(callback.tokens_per_pass, datamodule.tokens_per_pass)
+            callback.tokens_per_pass = min(callback.tokens_per_pass, n_tokens)
         if isinstance(callback, DenseMismatch):
             callback.budget = datamodule.budget
     module.loss_terms = loss_terms_of(callbacks)
-    state = RunState(
-        context.fabric,
-        module,
-        checkpoints,
-        cfg.callbacks.checkpoint_every,
-        resume_from,
-        backbone,
-        module.roles,
+    every = cfg.callbacks.checkpoint_every
+    saver = CheckpointSaver(
+        run.fabric, module, run.checkpoints, every, run.resume_from, backbone, module.roles
     )
     train(
-        context.fabric,
+        run.fabric,
         module,
         datamodule,
         callbacks=callbacks,
-        n_iterations=algorithm.n_iterations,
-        first_iteration=0 if resume_from is None else resume_from.iteration,
-        learner_state=state.load(datamodule),
-        max_grad_norm=algorithm.max_grad_norm,
-        save=state.save,
+        n_iterations=cfg.algorithm.n_iterations,
+        first_iteration=run.resumed_at,
+        learner_state=saver.load(datamodule),
+        max_grad_norm=cfg.algorithm.max_grad_norm,
+        save=saver.save,
         update_context=lambda: explain_out_of_memory(datamodule.explain_update, datamodule.tokens_at_once),
-        interruption=interruption,
+        interruption=run.interruption,
     )

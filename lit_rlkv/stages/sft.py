@@ -16,7 +16,6 @@ from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
-from lit_rlkv.interrupts import Interruption
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
 from lit_rlkv.models.kv_scorer import KV_SCORER_FILE
@@ -28,13 +27,19 @@ from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
-from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy, RunState
-from lit_rlkv.runs.context import RunContext, pretrained_path
+from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.pass_size import check_rollout_memory, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
-from lit_rlkv.runs.starting_model import REWARD_HEAD, SFT_DONE, load_reward_head, sft_model_dir
-from lit_rlkv.runs.training_run import TrainingRun
+from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.saver import CheckpointSaver
+from lit_rlkv.runs.starting_model import (
+    REWARD_HEAD,
+    SFT_DONE,
+    load_reward_head,
+    pretrained_path,
+    sft_model_dir,
+)
 from lit_rlkv.stages.sft_passes import (
     SFTPass,
     check_data,
@@ -48,32 +53,32 @@ SFT_WORK = "sft"
 """Folder in a run for the models and checkpoints of its SFT stage."""
 
 
-def make_starting_model(run: TrainingRun, start: str | Path | None) -> str | Path:
+def make_starting_model(run: Run, start: str | Path | None) -> str | Path:
     """Return the model that RL and evaluation start from; train it by SFT if there is none yet."""
     if start is None:
         say(run.console, "supervised fine-tuning (its model is kept for later runs)", stage="sft")
-        every = run.context.cfg.callbacks.checkpoint_every
-        stage = SFTStage(run.context, run.run_dir / SFT_WORK, every, run.interruption)
+        every = run.cfg.callbacks.checkpoint_every
+        stage = SFTStage(run, run.folder / SFT_WORK, every)
         bar = ProgressBar("sft iteration", run.console, sum(stage.lengths), stage.resumed_at)
         with run.timed("sft"):
             last = stage.resumed.metrics if run.is_rank_zero and stage.resumed is not None else None
-            metrics = MetricsFile(run.own_dir / SFT_METRICS, stage.resumed_at, last)
-            start = stage.run([bar, metrics])
+            metrics = MetricsFile(run.own_folder / SFT_METRICS, stage.resumed_at, last)
+            start = stage.train([bar, metrics])
             del stage
             gc.collect()  # sharded modules form cycles, and RL needs their memory next
     else:
-        reason = "skipped" if "sft" in run.context.cfg.stages else "not in stages"
+        reason = "skipped" if "sft" in run.cfg.stages else "not in stages"
         say(run.console, f"{reason}: start from {start}", stage="sft")
     run.keep_backbone(Path(start))
     return start
 
 
-def run_sft(context: RunContext, callbacks: Sequence[Callback]) -> Path:
+def run_sft(run: Run, callbacks: Sequence[Callback]) -> Path:
     """Run the SFT stage without checkpoints, and return the folder of the SFT model."""
-    folder = sft_model_dir(context.cfg)
-    stage = SFTStage(context, folder.with_name(f".{folder.name}.{os.getpid()}.work"), every=None)
+    folder = sft_model_dir(run.cfg)
+    stage = SFTStage(run, folder.with_name(f".{folder.name}.{os.getpid()}.work"), every=None)
     try:
-        return stage.run(callbacks)
+        return stage.train(callbacks)
     finally:
         stage.clear()
 
@@ -92,21 +97,18 @@ class SFTStage:
         ConfigError: all checkpoints are broken.
     """
 
-    def __init__(
-        self, context: RunContext, root: Path, every: int | None, interruption: Interruption | None = None
-    ) -> None:
-        self.context = context
+    def __init__(self, run: Run, root: Path, every: int | None) -> None:
+        self.run = run
         self.root = root
-        self.work = root / sft_model_dir(context.cfg).name
+        self.work = root / sft_model_dir(run.cfg).name
         self.every = every
-        self.interruption = interruption
-        self.passes = training_passes(context.cfg.sft)
+        self.passes = training_passes(run.cfg.sft)
         self.checkpoints = CheckpointDir(self.work / CHECKPOINTS, RetentionPolicy(n_last=1))
-        self.lengths = [_n_iterations(one, context.cfg.sft.steps_per_iteration) for one in self.passes]
+        self.lengths = [_n_iterations(one, run.cfg.sft.steps_per_iteration) for one in self.passes]
         """Iterations of each pass."""
         numbers = range(len(self.passes))
         self.first, latest = broadcast_from_rank_zero(
-            context.fabric,
+            run.fabric,
             lambda: (sum(self._output(n).is_dir() for n in numbers), self.checkpoints.latest()),
         )
         """Number of the pass to start or resume."""
@@ -116,7 +118,7 @@ class SFTStage:
         self.resumed_at = begin if self.resumed is None else self.resumed.iteration
         """Completed iterations of all passes."""
 
-    def run(self, callbacks: Sequence[Callback]) -> Path:
+    def train(self, callbacks: Sequence[Callback]) -> Path:
         """Run the remaining passes, and return the folder of the SFT model.
 
         The folder holds backbone and tokenizer, and `REWARD_HEAD` if the reward head was trained with the LM
@@ -128,71 +130,71 @@ class SFTStage:
             InterruptedRunError: a signal ended the run; its state is saved.
         """
         check_hooks(callbacks)
-        context, first = self.context, self.first
+        run, first = self.run, self.first
         is_begun = first > 0
-        given = pretrained_path(context.cfg.model.path, context.cfg.runs_dir)
-        backbone = load_backbone(context, self._output(first - 1) if is_begun else given)
-        check_rollout_memory(context, backbone)
-        check_data(context, backbone, self.passes)
-        shard(context, backbone)
+        given = pretrained_path(run.cfg.model.path, run.cfg.runs_dir)
+        backbone = load_backbone(run, self._output(first - 1) if is_begun else given)
+        check_rollout_memory(run, backbone)
+        check_data(run, backbone, self.passes)
+        shard(run, backbone)
         weights = load_reward_head(self._output(first - 1)) if is_begun else None
         head = None if weights is None else make_head(backbone, weights)
         # A separate reward model continues from these weights, after the LM is saved.
         for number in range(first, len(self.passes)):
-            head = self._train(number, backbone, head, callbacks)
+            head = self._train_pass(number, backbone, head, callbacks)
             self._save_model(number, backbone, head)
-        folder = sft_model_dir(context.cfg)
-        if context.fabric.is_global_zero:
+        folder = sft_model_dir(run.cfg)
+        if run.is_rank_zero:
             # Move the model to the shared folder, unless another run was faster.
             with atomic_dir(folder, replaces=False) as partial:
                 for number, stage in enumerate(self.passes):
                     link_tree(self._output(number), partial / stage.folder)
-                context.tokenizer.save_pretrained(partial)
+                run.tokenizer.save_pretrained(partial)
                 scorer = None if given is None else find_file(given, KV_SCORER_FILE)
                 if scorer is not None:  # for the evictions of RL
                     shutil.copyfile(scorer, partial / KV_SCORER_FILE)
-                config = OmegaConf.to_container(context.cfg.source.sft)
+                config = OmegaConf.to_container(run.cfg.source.sft)
                 (partial / SFT_DONE).write_text(json.dumps({"config": config}))
-        context.fabric.barrier()
+        run.fabric.barrier()
         self.clear()
         return folder
 
-    def _train(
+    def _train_pass(
         self, number: int, backbone: PreTrainedModel, head: ScalarHead | None, callbacks: Sequence[Callback]
     ) -> ScalarHead | None:
         """Run one pass and return its reward head; the backbone is trained in place."""
-        context, stage, cfg = self.context, self.passes[number], self.context.cfg.sft
-        task = context.task
+        run, stage, cfg = self.run, self.passes[number], self.run.cfg.sft
+        task = run.task
         if stage.n_answered > 0:  # asked again on resume, because the answers are not saved
-            task = on_policy_preference_pairs(context, backbone, stage.n_answered, stage.seed)
+            task = on_policy_preference_pairs(run, backbone, stage.n_answered, stage.seed)
         module = HydraSFT(
             backbone,
-            context.cfg.parts.sft_optimizer,
+            run.parts.sft_optimizer,
             lm_weight=stage.lm_weight,
             reward_weight=stage.reward_weight,
             n_steps=stage.n_steps,
             n_warmup_steps=cfg.n_warmup_steps,
             reward_head=head,
-            checkpoints_layers=context.cfg.roles.gradient_checkpointing,
+            checkpoints_layers=run.cfg.roles.gradient_checkpointing,
         )
-        datamodule = pass_data(context, stage, task, tokens_per_pass(context, module, backbone))
+        datamodule = pass_data(run, stage, task, tokens_per_pass(run, module, backbone))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
-        run_state = RunState(context.fabric, module, self.checkpoints, self.every, resumed)
+        saver = CheckpointSaver(run.fabric, module, self.checkpoints, self.every, resumed)
 
         def save(state: TrainState) -> None:
             # The end of a pass saves a model instead, unless a signal is about to end the run there.
-            if state.iteration < end or (self.interruption is not None and self.interruption.is_agreed):
-                run_state.save(state)
+            if state.iteration < end or run.interruption.is_agreed:
+                saver.save(state)
 
         train(
-            context.fabric,
+            run.fabric,
             module,
             datamodule,
             callbacks=callbacks,
             first_iteration=begin if resumed is None else resumed.iteration,
             n_iterations=end,
-            learner_state=run_state.load(datamodule),
+            learner_state=saver.load(datamodule),
             max_grad_norm=cfg.max_grad_norm,
             save=save,
             update_context=lambda: explain_out_of_memory(
@@ -203,7 +205,7 @@ class SFTStage:
                 ),
                 lambda: datamodule.tokens_per_pass,
             ),
-            interruption=self.interruption,
+            interruption=run.interruption,
         )
         return module.reward_head
 
@@ -213,7 +215,7 @@ class SFTStage:
         Raises:
             NonFiniteError: it has diverged.
         """
-        with self.context.fabric.autocast():
+        with self.run.fabric.autocast():
             is_finite = has_finite_logits(backbone)
         FORWARD_COORDINATOR.wait()
         # Every rank takes part in gathering sharded layers.
@@ -221,7 +223,7 @@ class SFTStage:
         trained = {name: weights[name] for name, _ in backbone.named_parameters()}
         if head is not None:
             trained |= head.state_dict(prefix="reward_head.")
-        fabric = self.context.fabric
+        fabric = self.run.fabric
         problem = broadcast_from_rank_zero(fabric, lambda: find_divergence(trained, is_finite))
         if problem is not None:
             raise NonFiniteError(

@@ -15,15 +15,14 @@ from lit_rlkv.data.demonstrations import PreferenceDataModule, own_prompts
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import check_encodable, decode_completions
 from lit_rlkv.data.validation import check_completions_fit
-from lit_rlkv.distributed.ranks import ranks_of
 from lit_rlkv.experience.sample import sample_responses
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.rng import derive_seed, stream
-from lit_rlkv.runs.context import RunContext
 from lit_rlkv.runs.pass_size import evaluation_rows
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_MODEL
 from lit_rlkv.tasks import Task
 from lit_rlkv.tasks.preferences import Preferences
@@ -86,17 +85,17 @@ def training_passes(cfg: SFTConfig) -> list[SFTPass]:
 
 
 def pass_data(
-    context: RunContext, stage: SFTPass, task: Task, tokens_per_pass: int = TOKENS_PER_PASS
+    run: Run, stage: SFTPass, task: Task, tokens_per_pass: int = TOKENS_PER_PASS
 ) -> PreferenceDataModule:
     """Return the batches of a pass, whose worked solutions and pairs come from `task`."""
-    ranks, environments = ranks_of(context.fabric), context.environments
+    ranks, environments = run.ranks, run.environments
     return PreferenceDataModule(
         task,
         PromptSource(task, split="train", seed=stage.seed),
-        context.tokenizer,
+        run.tokenizer,
         batch_size=stage.batch_size,
         n_pairs=stage.n_pairs,
-        steps_per_loader=min(context.cfg.sft.steps_per_iteration, stage.n_steps),
+        steps_per_loader=min(run.cfg.sft.steps_per_iteration, stage.n_steps),
         seed=stage.seed,
         ranks=ranks,
         tokens_per_pass=tokens_per_pass,
@@ -106,7 +105,7 @@ def pass_data(
     )
 
 
-def check_data(context: RunContext, backbone: PreTrainedModel, passes: Sequence[SFTPass]) -> None:
+def check_data(run: Run, backbone: PreTrainedModel, passes: Sequence[SFTPass]) -> None:
     """Measure all rows and build one batch of each pass, so that bad data is refused before any work.
 
     Raises:
@@ -116,16 +115,16 @@ def check_data(context: RunContext, backbone: PreTrainedModel, passes: Sequence[
         # The rejected sides of the others are not the task's.
         on_task_pairs = [stage for stage in passes if stage.n_answered == 0]
         has_pairs = any(stage.n_pairs > 0 for stage in on_task_pairs)
-        check_completions_fit(backbone, context.sizes, has_pairs=has_pairs)
+        check_completions_fit(backbone, run.sizes, has_pairs=has_pairs)
         for stage in passes:
             checked = stage if stage in on_task_pairs else replace(stage, n_pairs=0)
-            batch = pass_data(context, checked, context.task).next_batch()
+            batch = pass_data(run, checked, run.task).next_batch()
             sides = [batch.chosen, *([] if batch.rejected is None else [batch.rejected])]
             check_length(backbone, max(side.n_tokens for side in sides))
 
 
 def on_policy_preference_pairs(
-    context: RunContext, backbone: PreTrainedModel, n_prompts: int, seed: int
+    run: Run, backbone: PreTrainedModel, n_prompts: int, seed: int
 ) -> WrongAnswers:
     """Return pairs of worked solutions and wrong answers that the model samples under the run's cache.
 
@@ -135,18 +134,18 @@ def on_policy_preference_pairs(
         ConfigError: the model answered every prompt correctly.
         MemoryExhaustedError: sampling ran out of memory.
     """
-    source = PromptSource(context.task, split="train", seed=derive_seed(seed, "answered"))
+    source = PromptSource(run.task, split="train", seed=derive_seed(seed, "answered"))
     problems = source.take(n_prompts)
-    batch_size = evaluation_rows(context, backbone, backbone, [context.cfg.parts.cache])
-    ranks = ranks_of(context.fabric)
+    batch_size = evaluation_rows(run, backbone, backbone, [run.parts.cache])
+    ranks = run.ranks
     starts = range(0, n_prompts, batch_size)[ranks.rank :: ranks.size]
     own: list[tuple[int, list[PreferencePair]]] = []
     with track("mistakes", sum(min(batch_size, n_prompts - start) for start in starts)) as advance:
         for start in starts:
             batch = problems[start : start + batch_size]
             generator = stream(seed, "answer", start, device=backbone.device)
-            on_progress = partial(advance.within, n_total=context.cfg.rollout.max_new_tokens)
-            own.append((start, _wrong_answers(context, backbone, batch, generator, on_progress)))
+            on_progress = partial(advance.within, n_total=run.cfg.rollout.max_new_tokens)
+            own.append((start, _wrong_answers(run, backbone, batch, generator, on_progress)))
             advance(len(batch))
     found = sorted(ranks.all_gather_object(own), key=itemgetter(0))
     pairs = [pair for _, of_batch in found for pair in of_batch]
@@ -161,42 +160,42 @@ def on_policy_preference_pairs(
 
 @torch.no_grad()
 def _wrong_answers(
-    context: RunContext,
+    run: Run,
     backbone: PreTrainedModel,
     problems: list[Problem],
     generator: torch.Generator,
     on_progress: Callable[[int], object],
 ) -> list[PreferencePair]:
-    settings = context.cfg.rollout
+    settings = run.cfg.rollout
     explained = explain_out_of_memory(
         lambda: (
             f"out of memory while the SFT model answers {len(problems)} prompts at a time; lower "
             f"evaluation.batch_size={len(problems)} or rollout.max_new_tokens={settings.max_new_tokens}"
         )
     )
-    with explained, context.fabric.autocast():
+    with explained, run.fabric.autocast():
         rollout = sample_responses(
             backbone,
-            context.tokenizer,
-            encode_prompts(context.tokenizer, [p.prompt for p in problems]),
+            run.tokenizer,
+            encode_prompts(run.tokenizer, [p.prompt for p in problems]),
             replace(settings, max_rows=None, replay_routing=False),
-            cache=context.cfg.parts.cache,
+            cache=run.parts.cache,
             generator=generator,
             on_progress=on_progress,
         )
-    answers = decode_completions(context.tokenizer, rollout.input_ids, rollout.response_mask)
-    scores = context.verified(problems, answers).tolist()
+    answers = decode_completions(run.tokenizer, rollout.input_ids, rollout.response_mask)
+    scores = run.verified(problems, answers).tolist()
     return [
         PreferencePair(problem.prompt, problem.solution, answer)
         for problem, answer, score in zip(problems, answers, scores, strict=True)
-        if score == 0 and _is_text(context, answer)
+        if score == 0 and _is_text(run, answer)
     ]
 
 
-def _is_text(context: RunContext, answer: str) -> bool:
+def _is_text(run: Run, answer: str) -> bool:
     """True if the answer can be encoded again; an answer with special tokens cannot."""
     try:
-        check_encodable(context.tokenizer, answer)
+        check_encodable(run.tokenizer, answer)
     except ValueError:
         return False
     return True

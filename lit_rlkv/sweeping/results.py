@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.files import write_atomically
-from lit_rlkv.sweeping.runs import Run, SweepStudy
+from lit_rlkv.sweeping.runs import SweepRun, SweepStudy
 from lit_rlkv.sweeping.sweep_file import Sweep
 
 TABLE, FIGURES = "results.csv", ("history.png", "parameters.png")
@@ -31,7 +31,7 @@ def mean_sd(values: list[float]) -> str:
     return f"{statistics.fmean(values):.4g} ± {statistics.stdev(values):.2g}"
 
 
-def results_table(sweep: Sweep, ended: list[Run]) -> Table:
+def results_table(sweep: Sweep, ended: list[SweepRun]) -> Table:
     """Return a table with a row for each combination but for its seed, the best first.
 
     Those without a value of the sweep's metric are last.

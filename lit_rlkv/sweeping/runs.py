@@ -1,6 +1,5 @@
 """The runs of a sweep: drawn and remembered by Optuna, checked, and run by processes of fit."""
 
-import json
 import math
 import os
 import subprocess
@@ -17,9 +16,10 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from lit_rlkv.config import ConfigError
+from lit_rlkv.evaluation.results import Results
 from lit_rlkv.reporting.run_metrics import read_metrics
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.run_files import EVALUATION, METRICS
+from lit_rlkv.run_files import METRICS
 from lit_rlkv.sweeping.sweep_file import Sweep, Values
 
 STUDY = "study.db"
@@ -29,7 +29,7 @@ SAMPLERS = {"grid": RandomSampler, "random": RandomSampler, "bayes": TPESampler}
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """A run of a sweep."""
 
     number: int
@@ -44,9 +44,7 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last iteration, with those of the final evaluation."""
         rows = read_metrics(self.folder / METRICS)
-        path = self.folder / EVALUATION
-        final = json.loads(path.read_text())["final"] if path.is_file() else {}
-        return {**(rows[-1] if rows else {}), **final}
+        return {**(rows[-1] if rows else {}), **Results.load(self.folder).final}
 
     def value(self, metric: str) -> float | None:
         """Return the metric; None if the run has not logged it, or not as a finite number."""
@@ -80,7 +78,7 @@ class SweepStudy:
             raise ConfigError(f"{folder} holds another sweep; give another --dir, or remove it")
         self.study.set_user_attr("made_of", made_of)
 
-    def unfinished(self) -> Iterator[Run]:
+    def unfinished(self) -> Iterator[SweepRun]:
         """Yield the runs to do, one at a time: those begun before, then new ones."""
         for trial in self.study.trials:
             if trial.state is TrialState.RUNNING and self._is_whole(trial):
@@ -95,13 +93,13 @@ class SweepStudy:
             number = self.study.ask(space).number
             yield self._run(self.study.trials[number])
 
-    def finish(self, run: Run) -> float | None:
+    def finish(self, run: SweepRun) -> float | None:
         """Record and return the metric of a run that has ended well; None if it has no finite value."""
         value = run.value(self.sweep.metric.name)
         self.study.tell(run.number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
         return value
 
-    def ended(self) -> list[Run]:
+    def ended(self) -> list[SweepRun]:
         """Return the runs that have ended well, in the order of their numbers."""
         return [self._run(trial) for trial in self._whole() if trial.state.is_finished()]
 
@@ -112,11 +110,11 @@ class SweepStudy:
     def _whole(self) -> list[FrozenTrial]:
         return [trial for trial in self.study.trials if self._is_whole(trial)]
 
-    def _run(self, trial: FrozenTrial) -> Run:
+    def _run(self, trial: FrozenTrial) -> SweepRun:
         is_grid = self.sweep.method == "grid"
         values = self.sweep.cells[trial.number] if is_grid else trial.params
         texts = {key: str(value) for key, value in values.items()}
-        return Run(trial.number, texts, self.folder / f"{trial.number:04d}")
+        return SweepRun(trial.number, texts, self.folder / f"{trial.number:04d}")
 
 
 @dataclass
@@ -126,7 +124,7 @@ class Workers:
     study: SweepStudy
     n_jobs: int
     console: Console
-    failed: list[Run] = field(default_factory=list)
+    failed: list[SweepRun] = field(default_factory=list)
     _alive: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _is_ending: bool = False
 
@@ -153,7 +151,7 @@ class Workers:
                 if not self._is_ending:
                     self._end(run, process.returncode)
 
-    def _start_next(self) -> tuple[Run, subprocess.Popen[bytes]] | None:
+    def _start_next(self) -> tuple[SweepRun, subprocess.Popen[bytes]] | None:
         """Start the next run; None if there is none, or the sweep is ending."""
         with self._lock:
             run = None if self._is_ending else next(self._todo, None)
@@ -173,7 +171,7 @@ class Workers:
             self._alive.append(process)
             return run, process
 
-    def _end(self, run: Run, code: int) -> None:
+    def _end(self, run: SweepRun, code: int) -> None:
         if code:
             self.failed.append(run)
             said = f"exit status {code}, see {run.log}"

@@ -5,7 +5,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from lit_rlkv.config import ConfigError, find_gguf
-from lit_rlkv.runs.context import pretrained_path
+from lit_rlkv.runs.starting_model import pretrained_path
 from tests.config.asking import refusal
 
 

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import CONF_DIR
-from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.run import Run
 from tests.config.asking import asked
 from tests.tiers import short_tier
 
@@ -68,7 +68,7 @@ def test_every_option_of_every_group_composes_and_passes_the_checks(option):
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in CONF_DIR.glob("experiment/*.yaml")))
 def test_every_experiment_has_a_smoke_test_with_room_for_its_worked_solutions(experiment, tmp_path):
     cfg = asked("debug=fast", f"experiment={experiment}", f"runs_dir={tmp_path}")
-    build_context(cfg)
+    Run(cfg)
     assert cfg.algorithm.n_iterations == 2
 
 

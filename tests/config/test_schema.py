@@ -15,7 +15,7 @@ from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import QUANTIZATIONS
 from lit_rlkv.objectives.kl import ESTIMATORS
 from lit_rlkv.objectives.reduction import AGGREGATIONS
-from lit_rlkv.runs.context import WEIGHT_DTYPES
+from lit_rlkv.runs.launch import WEIGHT_DTYPES
 
 
 @pytest.fixture(scope="module")

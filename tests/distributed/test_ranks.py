@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.runs.preflight import check_shares
+from lit_rlkv.runs.checks import check_shares
 from lit_rlkv.trust import trusting
 from tests.distributed.rank_runs import RESAMPLED, SETTINGS, SYNC, rows_of, weights_of
 from tests.saved_models import save_checkpoint

@@ -23,7 +23,7 @@ from lit_rlkv.distributed.sharding import (
     shard_like,
     shard_state_like,
 )
-from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.run import Run
 from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
 from tests.integrations.test_layer_kinds import build
 from tests.saved_models import save_model
@@ -130,13 +130,13 @@ def test_settings_that_sharding_does_not_support_are_refused(tmp_path, option, s
 def test_sharded_layers_refuse_a_cuda_graph_before_a_model_is_loaded(tmp_path):
     cfg = config(tmp_path, *SHARDED, "diagnostics=none", "rollout.cuda_graph=true")
     with pytest.raises(ConfigError, match="cannot capture a decode step that gathers"):
-        build_context(cfg)
+        Run(cfg)
 
 
 def test_sharded_layers_refuse_to_be_compiled_before_a_model_is_loaded(tmp_path):
     cfg = config(tmp_path, *SHARDED, "diagnostics=none", "rollout.compile_layers=true")
     with pytest.raises(ConfigError, match="cannot compile sharded layers"):
-        build_context(cfg)
+        Run(cfg)
 
 
 def test_unshard_rollout_without_sharding_is_refused(tmp_path):

@@ -24,7 +24,7 @@ from lit_rlkv.rewards import RewardManager
 from lit_rlkv.rollout import generate
 from lit_rlkv.tasks import ChainSum
 from tests.environments.talkers import Counter, Crashing, quick_tokenizer
-from tests.hand_built import LORA, make_roles
+from tests.hand_built import LORA, make_roles, make_run
 from tests.models_zoo import build, tiny_config
 from tests.rewards.helpers import InThreads
 
@@ -47,10 +47,12 @@ def make_evaluator(seed=0, **options):
     problems = PromptSource(task, split="eval", seed=0).take(24)
     settings = {"temperature": 0.0, "n_mismatch": 16, "top_k": None, "top_p": 1.0, "min_p": None}
     settings |= {name: options.pop(name) for name in [*options] if name in settings}
-    options = {"batch_size": 10} | options
-    rollout = {"max_new_tokens": 10} | options.pop("rollout", {})
-    config = EvaluationConfig(**settings), RolloutConfig(**rollout)
-    return Evaluator(roles, tokenizer, task, problems, *config, seed, **options)
+    rollout = RolloutConfig(**{"max_new_tokens": 10} | options.pop("rollout", {}))
+    scoring = {name: options.pop(name) for name in ("accuracy", "rule", "rewards") if name in options}
+    run = make_run(task, tokenizer, rollout, seed=seed, evaluation=EvaluationConfig(**settings))
+    evaluator = Evaluator(run, roles, problems, **{"batch_size": 10} | options)
+    vars(evaluator).update(scoring)
+    return evaluator
 
 
 def test_accuracy_is_that_of_greedy_responses_scored_one_by_one():

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, ranks_of
-from lit_rlkv.experience import datamodule
+from lit_rlkv.experience import sample
 from lit_rlkv.rewards import PythonFunction
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rollout import generate
@@ -64,7 +64,7 @@ def ask_at_the_end(monkeypatch):
         on_finished(list(range(len(rollout.input_ids))), rollout.input_ids, rollout.response_mask)
         return rollout
 
-    monkeypatch.setattr(datamodule, "generate", late)
+    monkeypatch.setattr(sample, "generate", late)
 
 
 def says_what_it_cannot_score(question):
@@ -177,13 +177,13 @@ def sample_on_a_rank(fabric: Fabric, folder: Path) -> tuple[list[str], list[floa
         assert ranks.rank == 0 or wait_until((folder / "0").exists)
         return generate(*arguments, **settings)
 
-    datamodule.generate = late  # this process ends with the function
+    sample.generate = late  # this process ends with the function
     return sample_with(ranks, ask)
 
 
 def sample_with(ranks, ask):
     data = make_datamodule(make_roles(), rollout={"n_shards": 2}, **of_functions(own=InThreads(ask=ask)))
-    data.ranks = ranks
+    data.run.ranks = ranks
     with data.rewards:
         experience = data.collect()
     return experience.completions, experience.rewards.total.tolist()

@@ -93,7 +93,7 @@ def loss_of(correction: Correction, monkeypatch, *, residual: float) -> float:
         )
         return replace(rollout, rollout_logps=rollout.rollout_logps + noise * rollout.response_mask)
 
-    monkeypatch.setattr("lit_rlkv.experience.datamodule.generate", imprecise)
+    monkeypatch.setattr("lit_rlkv.experience.sample.generate", imprecise)
     roles = shift(make_roles())
     data = make_datamodule(roles, correction=correction)
     (batch,) = data.splitter.minibatches(data.collect())

@@ -9,7 +9,7 @@ import torch
 from lit_rlkv.evaluation.results import EvalRow, RewardReport
 from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.reporting.logged_samples import LoggedSample
-from lit_rlkv.reporting.run_folder import RunReport
+from lit_rlkv.reporting.run_folder import RunFolder
 from lit_rlkv.types import NEVER, Record, Rollout
 
 
@@ -29,7 +29,7 @@ def make_rollout():
     return Rollout(input_ids, attention_mask, response_mask, torch.zeros(2, 6), Record(evicted_at), 2048)
 
 
-EMPTY = RunReport("a run")
+EMPTY = RunFolder("a run")
 
 CONFIG = """\
 seed: 3
@@ -65,7 +65,7 @@ ENVIRONMENT = {
     "packages": {"torch": "2.13.0", "<b>": "1"},
 }
 
-FULL = RunReport(
+FULL = RunFolder(
     title="a <run> & more",
     config_yaml=CONFIG,
     environments=[ENVIRONMENT],

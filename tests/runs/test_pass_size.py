@@ -6,11 +6,9 @@ import psutil
 import pytest
 import torch
 from lightning.fabric import Fabric
-from rich.console import Console
 
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.files import DamagedFileError
-from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import Learned
@@ -19,7 +17,6 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.run_files import PASS_SIZE
 from lit_rlkv.runs import pass_size
-from lit_rlkv.runs.context import RunContext, build_context
 from lit_rlkv.runs.pass_size import (
     MAX_ROWS,
     available_memory,
@@ -27,12 +24,10 @@ from lit_rlkv.runs.pass_size import (
     check_rollout_memory,
     evaluation_rows,
     free_memory,
-    halve_pass_limit,
-    load_pass_limit,
     machine_memory,
     tokens_per_pass,
 )
-from lit_rlkv.runs.training_run import TrainingRun
+from lit_rlkv.runs.run import Run, load_pass_limit
 from tests.hand_built import make_model, make_roles
 from tests.whole_runs import config
 
@@ -40,8 +35,8 @@ SPARSE = CacheSpec(policy="random", budget=7, interval=2, sink=1, window=2)
 GIB = 2**30
 
 
-def make_context(tmp_path, *overrides: str, **options) -> RunContext:
-    return build_context(config(tmp_path, *overrides), **options)
+def make_context(tmp_path, *overrides: str, **options) -> Run:
+    return Run(config(tmp_path, *overrides), **options)
 
 
 @pytest.fixture
@@ -94,28 +89,32 @@ def test_auto_fills_half_of_the_memory_beside_weights_gradients_and_moments(tmp_
     assert free_memory(context, roles) == 0
 
 
+def out_of_memory(run, n_tokens):
+    error = MemoryExhaustedError()
+    error.tokens_per_pass = n_tokens
+    with pytest.raises(MemoryExhaustedError), run.smaller_passes_after_failure():
+        raise error
+
+
 def test_a_run_that_ran_out_of_memory_resumes_with_half_of_the_pass(tmp_path, has_memory):
     has_memory(GIB)
     roles = make_roles()
     assert load_pass_limit(tmp_path) == TOKENS_PER_PASS
     for n_tokens, limit in ((100, 50), (50, 25), (1, 1)):
-        halve_pass_limit(tmp_path, n_tokens)
-        context = make_context(tmp_path, pass_limit=load_pass_limit(tmp_path))
+        out_of_memory(make_context(tmp_path, folder=tmp_path), n_tokens)
+        context = make_context(tmp_path, folder=tmp_path)
         assert tokens_per_pass(context, roles, roles.backbone("policy")) == limit
     (tmp_path / PASS_SIZE).write_text("[]")
     with pytest.raises(DamagedFileError, match=PASS_SIZE):
-        load_pass_limit(tmp_path)
+        make_context(tmp_path, folder=tmp_path)
 
 
 @pytest.mark.parametrize(("given", "limit"), [("auto", 50), (64, TOKENS_PER_PASS)])
 def test_the_folder_of_a_run_has_half_of_the_pass_that_did_not_fit(tmp_path, given, limit):
-    error = MemoryExhaustedError()
-    error.tokens_per_pass = 100
-    context = make_context(tmp_path, f"fabric.tokens_per_pass={given}")
-    run = TrainingRun(context, tmp_path / "run", Console(quiet=True), Interruption())
-    with pytest.raises(MemoryExhaustedError), run.open():
-        raise error
-    assert load_pass_limit(run.run_dir) == limit
+    run = make_context(tmp_path, f"fabric.tokens_per_pass={given}", folder=tmp_path / "run")
+    run.folder.mkdir()
+    out_of_memory(run, 100)
+    assert load_pass_limit(run.folder) == limit
 
 
 def test_processes_share_the_memory_of_their_machine(tmp_path, has_memory, monkeypatch):
@@ -186,7 +185,7 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatc
 
     context, roles = make_context(tmp_path, "evaluation.batch_size=auto"), make_roles()
     has_memory(GIB)
-    monkeypatch.setattr(pass_size, "ranks_of", lambda fabric: Other())
+    monkeypatch.setattr("lit_rlkv.runs.run.ranks_of", lambda fabric: Other())
     assert tokens_per_pass(context, roles, roles.backbone("policy")) == 7
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 7
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.experience.reward import RewardsFailedError
 from lit_rlkv.fit import fit
-from lit_rlkv.runs.context import build_context, check_reward_functions
+from lit_rlkv.runs.checks import check_reward_functions
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from tests.chat_templates import byte_tokenizer, trl_tokenizer
 from tests.saved_models import save_checkpoint
 from tests.whole_runs import MODEL, config, run
@@ -94,10 +95,10 @@ def test_a_run_stops_when_too_many_rewards_fail_and_shows_the_error(tmp_path, fi
 
 
 def test_a_function_that_cannot_score_a_worked_solution_is_refused_before_any_work(tmp_path, file):
-    parts = build_context(config(tmp_path, python(file, "always_fails")))
+    parts = Run(config(tmp_path, python(file, "always_fails")))
     with pytest.raises(ConfigError, match=r"always_fails has no score for a worked .* ZeroDivisionError"):
         check_reward_functions(parts)
-    imitates = build_context(config(tmp_path, python(file, "always_fails"), "stages=[sft]"))
+    imitates = Run(config(tmp_path, python(file, "always_fails"), "stages=[sft]"))
     check_reward_functions(imitates)  # nothing will ask it
 
 
@@ -112,19 +113,19 @@ def of_rows(tmp_path, rows, *overrides):
 def test_worked_solutions_that_do_not_fit_are_named_by_row_and_so_are_prompts_alone(tmp_path):
     rows = [{"prompt": f"{n}+1=", "answer": "2" * 30 if n == 70 else "2"} for n in range(80)]
     with pytest.raises(ConfigError, match=r"max_new_tokens=24 cuts .* 1 of 80 .*a\.jsonl:71 \(31 tokens\)"):
-        build_context(of_rows(tmp_path, rows))
+        Run(of_rows(tmp_path, rows))
     length = "+reward.functions.a={_target_: lit_rlkv.rewards.Regex, pattern: a}"
     alone = ["task.answer_column=null", "reward.verifier=0", length]
     with pytest.raises(
         ConfigError, match=r"sft imitates worked solutions, and Problems\(.* has prompts alone"
     ):
-        build_context(of_rows(tmp_path, rows, *alone))
-    build_context(of_rows(tmp_path, rows, *alone, "stages=[rl,eval]"))
+        Run(of_rows(tmp_path, rows, *alone))
+    Run(of_rows(tmp_path, rows, *alone, "stages=[rl,eval]"))
 
 
 def test_answers_that_no_completion_could_be_compared_with_are_refused_by_row(tmp_path):
     rows = [{"prompt": f"{n}+1=", "answer": "x" if n == 70 else "2"} for n in range(80)]
-    parts = build_context(of_rows(tmp_path, rows, "reward=numeric"))
+    parts = Run(of_rows(tmp_path, rows, "reward=numeric"))
     with pytest.raises(ConfigError, match=r"task: .*a\.jsonl:71: the answer must be one number, got 'x'"):
         check_reward_functions(parts)
 
@@ -137,7 +138,7 @@ def test_solutions_below_full_score_are_counted_and_named(tmp_path, caplog):
     ]
     options = ["reward=numeric", "reward.functions.correct.answer_after=':'", "reward.verifier=0"]
     own = of_rows(tmp_path, rows, *options, "task.solution_column=solution")
-    check_reward_functions(build_context(own))
+    check_reward_functions(Run(own))
     (said,) = [record.getMessage() for record in caplog.records if "full score" in record.getMessage()]
     assert "reward.functions.correct gives less than full score to the solutions of 3 of 80 rows" in said
     assert all(f"a.jsonl:{line}" in said for line in (4, 8, 61))
@@ -158,9 +159,9 @@ def test_a_reward_that_gives_0_to_all_solutions_is_refused_with_sft_and_else_war
     )
     if "sft" in stages:
         with pytest.raises(ConfigError, match=says):
-            check_reward_functions(build_context(cfg))
+            check_reward_functions(Run(cfg))
     else:
-        check_reward_functions(build_context(cfg))
+        check_reward_functions(Run(cfg))
         assert re.search(says, caplog.text)
 
 
@@ -169,7 +170,7 @@ def test_an_answer_alone_is_right_if_the_prompt_names_the_marker_or_there_is_non
     for rows, marker in ((named, "':'"), (PLAIN, "null")):
         options = ["reward=numeric", f"reward.functions.correct.answer_after={marker}", "stages=[rl]"]
         cfg = of_rows(tmp_path, rows, *options)
-        check_reward_functions(build_context(cfg))
+        check_reward_functions(Run(cfg))
     assert caplog.records == []
 
 
@@ -249,7 +250,7 @@ def test_a_template_that_cannot_write_a_role_is_refused_before_work(tmp_path, te
     save_checkpoint(tmp_path / "model", tokenizer=tokenizer, vocab_size=len(tokenizer))
     cfg = config(tmp_path, "stages=[rl]", f"model.path={tmp_path / 'model'}", *overrides)
     if says is None:
-        build_context(cfg)
+        Run(cfg)
         return
     with pytest.raises(ConfigError, match=says):
-        build_context(cfg)
+        Run(cfg)

@@ -5,7 +5,8 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from lit_rlkv.config import CONF_DIR, ConfigError
-from lit_rlkv.runs.preflight import checked_config, try_optimizers
+from lit_rlkv.runs.checks import try_optimizers
+from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.trust import trusting
 from tests.tiers import every_nth
 from tests.whole_runs import composed

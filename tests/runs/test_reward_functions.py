@@ -1,4 +1,4 @@
-from lit_rlkv.runs.preflight import build_reward_functions
+from lit_rlkv.runs.parts import build_reward_functions
 from tests.config.asking import asked
 
 

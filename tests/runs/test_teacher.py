@@ -12,8 +12,8 @@ from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.models.presets import tiny_qwen3
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.pass_size import free_memory
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.teacher import load_teacher
 from tests.saved_models import change_json, chat_tokenizer, save_checkpoint, save_model
 from tests.whole_runs import config, rows_of, run
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
 
 def taught(tmp_path, model, *overrides):
     options = ["experiment=shadow", "distillation=teacher", f"distillation.model={model}", *overrides]
-    return build_context(config(tmp_path, *options))
+    return Run(config(tmp_path, *options))
 
 
 def test_a_teacher_is_frozen_and_counts_as_memory(tmp_path, checkpoint):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_rlkv.runs.weights import load_reference, load_trainable, reference_weights
+from lit_rlkv.runs.checkpoint import load_reference, load_trainable, reference_weights
 from tests.hand_built import make_roles, shift
 
 

@@ -1,13 +1,12 @@
 """Evaluations of a run: when one that is asked to end does."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import make_policy
+from lit_rlkv.runs.run import Run
 from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import ChainSum
@@ -30,13 +29,14 @@ class AsksToEnd(ChainSum):
 
 
 def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
-    plain = build_context(config(tmp_path, "stages=[sft,eval]"))
+    plain = Run(config(tmp_path, "stages=[sft,eval]"))
     roles = make_policy(plain, run_sft(plain, [])).roles
-    interruption = Interruption()
-    task = AsksToEnd(interruption)
+    own_task, interruption = plain.task, plain.interruption
+    plain.task = task = AsksToEnd(interruption)
     with interruption.deferred(), pytest.raises(InterruptedRunError, match="SIGTERM"):
-        evaluate_policy(replace(plain, task=task), roles, interruption)
+        evaluate_policy(plain, roles)
     assert task.n_scored == 16  # all prompts, with one cache of three
+    plain.task, plain.interruption = own_task, Interruption()
     rows, rollout = evaluate_policy(plain, roles)
     assert len(rows) == 3
     assert rollout is not None
@@ -45,9 +45,7 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
 def test_an_environment_that_alone_gives_the_reward_gives_the_score(tmp_path):
     def accuracies(*overrides):
         with trusting(["tests"]):
-            parts = build_context(
-                config(tmp_path, "stages=[sft,eval]", "sft.n_steps=5", *COUNTING, *overrides)
-            )
+            parts = Run(config(tmp_path, "stages=[sft,eval]", "sft.n_steps=5", *COUNTING, *overrides))
             rows, _ = evaluate_policy(parts, make_policy(parts, run_sft(parts, [])).roles)
         return [row.accuracy for row in rows]
 
@@ -65,11 +63,12 @@ class WithoutSolutions(ChainSum):
 
 
 def test_a_task_without_pairs_leaves_the_reward_head_unscored(tmp_path, caplog):
-    parts = build_context(config(tmp_path, "stages=[sft,eval]"))
+    parts = Run(config(tmp_path, "stages=[sft,eval]"))
     start = run_sft(parts, [])
     roles = make_policy(parts, start).roles
     assert report_on_reward(parts, roles, start) is not None
     assert not caplog.records
-    assert report_on_reward(replace(parts, task=WithoutSolutions()), roles, start) is None
+    parts.task = WithoutSolutions()
+    assert report_on_reward(parts, roles, start) is None
     assert "is not scored: the task makes no pairs" in caplog.text
     assert "there are no solutions to corrupt" in caplog.text

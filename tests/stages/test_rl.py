@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.config import ConfigError
 from lit_rlkv.runs import policy as training
-from lit_rlkv.runs.checkpoint import CheckpointDir
-from lit_rlkv.runs.context import build_context
+from lit_rlkv.runs.checkpoint import load_trainable, trainable_weights
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL
-from lit_rlkv.runs.weights import load_trainable, trainable_weights
 from lit_rlkv.stages import evaluation as reward
 from lit_rlkv.stages.rl import train_policy
 from lit_rlkv.stages.sft import run_sft
@@ -36,17 +35,17 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def joint(runs):
-    return run_sft(build_context(config(runs, "sft.n_steps=10")), [])
+    return run_sft(Run(config(runs, "sft.n_steps=10")), [])
 
 
 @pytest.fixture(scope="module")
 def apart(runs):
-    return run_sft(build_context(config(runs, "sft.n_steps=10", "sft.joint=false", "roles=dynamic_lora")), [])
+    return run_sft(Run(config(runs, "sft.n_steps=10", "sft.joint=false", "roles=dynamic_lora")), [])
 
 
 def policy(runs, start, *overrides):
     """Overrides of a run without an SFT stage."""
-    return make_policy(build_context(config(runs, "stages=[rl]", f"model.path={start}", *overrides)), start)
+    return make_policy(Run(config(runs, "stages=[rl]", f"model.path={start}", *overrides)), start)
 
 
 def test_a_budget_profile_must_fit_the_model_at_every_budget_of_the_run(runs, joint):
@@ -165,7 +164,7 @@ def test_a_run_holds_one_backbone_also_while_its_reward_head_is_judged(runs, joi
     monkeypatch.setattr(training, "load_backbone", counting(loaded, training.load_backbone))
     monkeypatch.setattr(reward, "load_backbone", counting(loaded, reward.load_backbone))
     cfg = config(runs, "stages=[eval]", f"model.path={joint}", "algorithm=ppo")
-    parts = build_context(cfg)
+    parts = Run(cfg)
     module = make_policy(parts, joint)
     assert reward.report_on_reward(parts, module.roles, joint).n_pairs == 16
     assert len(loaded) == 1
@@ -186,10 +185,10 @@ def test_rl_refuses_to_resume_with_other_rows(joint, tmp_path):
         rows = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(n_rows)]
         path.write_text("\n".join(map(json.dumps, rows)))
         asked = ["task=jsonl", f"task.path={path}", "stages=[rl]", f"model.path={joint}"]
-        parts = build_context(config(tmp_path, *asked, f"algorithm.n_iterations={n_iterations}"))
-        checkpoints = CheckpointDir(tmp_path / "checkpoints")
-        train_policy(parts, make_policy(parts, joint), [], checkpoints, checkpoints.latest())
-        return checkpoints.latest().iteration
+        cfg = config(tmp_path, *asked, f"algorithm.n_iterations={n_iterations}")
+        parts = Run(cfg, folder=tmp_path)
+        train_policy(parts, make_policy(parts, joint), [])
+        return parts.checkpoints.latest().iteration
 
     assert train(40, 1) == 1
     with pytest.raises(
@@ -201,10 +200,10 @@ def test_rl_refuses_to_resume_with_other_rows(joint, tmp_path):
 
 def test_diagnostics_read_no_more_tokens_at_a_time_than_the_learner(joint, tmp_path):
     asked = ["stages=[rl]", f"model.path={joint}", "algorithm.n_iterations=1", "fabric.tokens_per_pass=100"]
-    parts = build_context(config(tmp_path, *asked))
+    parts = Run(config(tmp_path, *asked), folder=tmp_path)
     large, small = DenseMismatch(), DenseMismatch(tokens_per_pass=50)
     module = make_policy(parts, joint)
     for diagnostic in (large, small):
         diagnostic.on_fit_start(None, module)
-    train_policy(parts, module, [large, small], CheckpointDir(tmp_path / "checkpoints"), None)
+    train_policy(parts, module, [large, small])
     assert (large.tokens_per_pass, small.tokens_per_pass) == (100, 50)

@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import signal
-from dataclasses import replace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -16,9 +15,9 @@ from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.reporting.metrics_file import MetricsFile
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
 from lit_rlkv.stages.evaluation import evaluate_reward, held_out_pairs
 from lit_rlkv.stages.sft import SFTStage, run_sft
@@ -89,7 +88,7 @@ def sft_runs(tmp_path_factory):
 
     def get(*overrides):
         if overrides not in made:
-            parts, metrics = build_context(config(runs, *overrides)), runs / f"{len(made)}.csv"
+            parts, metrics = Run(config(runs, *overrides)), runs / f"{len(made)}.csv"
             folder = run_sft(parts, [MetricsFile(metrics)])
             with metrics.open(newline="") as file:
                 made[overrides] = parts, folder, list(csv.DictReader(file))
@@ -184,7 +183,7 @@ def test_every_sft_config_has_its_own_folder(sft_runs):
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_interrupted_sft_leaves_no_files(tmp_path, at):
     # 2 iterations of the LM and 2 of the reward model
-    parts = build_context(config(tmp_path, *APART, "sft.n_steps=20"))
+    parts = Run(config(tmp_path, *APART, "sft.n_steps=20"))
     with pytest.raises(KeyboardInterrupt):
         run_sft(parts, [Fails(at)])
     assert not list(tmp_path.rglob("*"))[1:]
@@ -197,16 +196,16 @@ def test_an_interrupted_sft_leaves_no_files(tmp_path, at):
 def test_an_interrupted_sft_resumes_bit_for_bit(tmp_path, way, at):
     # Two iterations of each pass; the joint one alone has four.
     options = [*way, "sft.n_steps=20" if way else "sft.n_steps=40", "sft.steps_per_iteration=10"]
-    straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
-    parts = build_context(config(tmp_path / "cut", *options))
+    straight = run_sft(Run(config(tmp_path / "straight", *options)), [])
+    parts = Run(config(tmp_path / "cut", *options))
 
     def stage():
         return SFTStage(parts, tmp_path / "work", every=1)
 
     with pytest.raises(KeyboardInterrupt):
-        stage().run([Fails(at)])
+        stage().train([Fails(at)])
     assert stage().resumed_at == {2: 1, 4: 3}[at]
-    cut = stage().run([])
+    cut = stage().train([])
     assert weights_of(cut) == weights_of(straight)
     assert not (tmp_path / "work").exists()
 
@@ -225,30 +224,31 @@ class AsksToEnd(RLCallback):
 
 def test_a_signal_in_the_last_iteration_of_a_pass_loses_none_of_it(tmp_path):
     options = [*PLAIN, "sft.n_steps=20", "sft.steps_per_iteration=10"]
-    straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
-    parts, interruption = build_context(config(tmp_path / "cut", *options)), Interruption()
-    stage = SFTStage(parts, tmp_path / "work", every=50, interruption=interruption)
+    straight = run_sft(Run(config(tmp_path / "straight", *options)), [])
+    parts = Run(config(tmp_path / "cut", *options))
+    stage = SFTStage(parts, tmp_path / "work", every=50)
     with pytest.raises(InterruptedRunError):
-        stage.run([AsksToEnd(interruption, at=2)])
+        stage.train([AsksToEnd(parts.interruption, at=2)])
+    parts.interruption = Interruption()
     resumed, log = SFTStage(parts, tmp_path / "work", every=50), MetricsFile(tmp_path / "metrics.csv")
     assert (resumed.first, resumed.resumed_at) == (0, 2)
-    assert weights_of(resumed.run([log])) == weights_of(straight)
+    assert weights_of(resumed.train([log])) == weights_of(straight)
     assert log.history == []
 
 
 def test_a_finished_pass_is_not_trained_again(tmp_path):
     options = [*APART, "sft.n_steps=20", "sft.reward_steps=20", "sft.steps_per_iteration=10"]
-    straight = run_sft(build_context(config(tmp_path / "straight", *options)), [])
-    parts = build_context(config(tmp_path / "cut", *options))
+    straight = run_sft(Run(config(tmp_path / "straight", *options)), [])
+    parts = Run(config(tmp_path / "cut", *options))
 
     def stage():
         return SFTStage(parts, tmp_path / "work", every=50)  # no checkpoint before the end of a pass
 
     with pytest.raises(KeyboardInterrupt):
-        stage().run([Fails(at=3)])
+        stage().train([Fails(at=3)])
     resumed = stage()
     assert (resumed.first, resumed.resumed_at, resumed.resumed) == (1, 2, None)
-    assert weights_of(resumed.run([])) == weights_of(straight)
+    assert weights_of(resumed.train([])) == weights_of(straight)
 
 
 def weights_of(folder):
@@ -261,13 +261,15 @@ def weights_of(folder):
 )
 @pytest.mark.parametrize("way", [[], APART])
 def test_pairs_that_cannot_be_learned_from_are_refused_before_training(tmp_path, task, says, way):
-    parts = replace(build_context(config(tmp_path, *way)), task=task)
+    parts = Run(config(tmp_path, *way))
+    parts.task = task
     with pytest.raises(ConfigError, match=says):
         run_sft(parts, [Fails(at=1)])
 
 
 def test_plain_fine_tuning_does_not_check_rejected_completions(tmp_path):
-    parts = replace(build_context(config(tmp_path, *PLAIN, "sft.n_steps=10")), task=Forgiving())
+    parts = Run(config(tmp_path, *PLAIN, "sft.n_steps=10"))
+    parts.task = Forgiving()
     assert (run_sft(parts, []) / SFT_DONE).is_file()
 
 
@@ -316,7 +318,7 @@ def test_a_finite_task_is_not_asked_for_more_pairs_than_it_has(tmp_path):
     problems = [{"prompt": f"{n}+0=", "answer": f"{n}"} for n in range(40)]
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(map(json.dumps, problems)))
-    parts = build_context(parsed(tmp_path, "task=jsonl", f"task.path={path}"))
+    parts = Run(parsed(tmp_path, "task=jsonl", f"task.path={path}"))
     n_held_out = sum(split_of(problem["prompt"]) == "eval" for problem in problems)
     assert 0 < n_held_out < parts.cfg.evaluation.n_prompts
     assert len(held_out_pairs(parts)) == n_held_out
@@ -328,7 +330,7 @@ def test_preferences_without_a_verifier_train_a_reward_head_too(tmp_path):
     rows = [{"prompt": f"{n}?", "chosen": "147"[n % 3], "rejected": "03689"[n % 5]} for n in range(100)]
     path = tmp_path / "preferences.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    parts = build_context(parsed(tmp_path, "task=preferences", "reward=learned", f"task.path={path}"))
+    parts = Run(parsed(tmp_path, "task=preferences", "reward=learned", f"task.path={path}"))
     assert report_of(parts, run_sft(parts, [])).pair_accuracy == 1.0
 
 
@@ -341,9 +343,7 @@ def preferences(folder, n=100, **last):
     )
 
     def parts(*overrides):
-        return build_context(
-            parsed(folder, "task=preferences", "reward=learned", f"task.path={path}", *overrides)
-        )
+        return Run(parsed(folder, "task=preferences", "reward=learned", f"task.path={path}", *overrides))
 
     return parts
 
@@ -370,7 +370,7 @@ def test_sft_begins_anew_with_other_rows_and_resumes_with_its_own(tmp_path):
         return SFTStage(parts("sft.n_steps=20"), tmp_path / "work", every=1)
 
     with pytest.raises(KeyboardInterrupt):
-        stage(preferences(tmp_path)).run([Fails(at=2)])
+        stage(preferences(tmp_path)).train([Fails(at=2)])
     assert stage(preferences(tmp_path, n=101)).resumed_at == 0
 
 
@@ -382,9 +382,7 @@ def test_progress_of_the_judgement_is_shown(sft_runs, capfd):
 
 def test_sft_reads_the_prompts_that_the_environment_extends(tmp_path):
     with trusting(["tests"]):
-        plain, talking = (
-            build_context(config(tmp_path, "stages=[sft]", *options)) for options in ([], COUNTING)
-        )
+        plain, talking = (Run(config(tmp_path, "stages=[sft]", *options)) for options in ([], COUNTING))
     texts = []
     for context in (plain, talking):
         stage = training_passes(context.cfg.sft)[0]

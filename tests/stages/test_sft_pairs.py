@@ -12,9 +12,9 @@ from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rewards import RewardManager
-from lit_rlkv.runs.context import build_context
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
+from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
 from lit_rlkv.stages import sft_passes
 from lit_rlkv.stages.sft import run_sft
@@ -41,7 +41,7 @@ def config(folder, *overrides):
 
 
 def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path):
-    parts = build_context(config(tmp_path))
+    parts = Run(config(tmp_path))
     backbone = load_backbone(parts, None)
     found = on_policy_preference_pairs(parts, backbone, 40, seed=0)
     assert 20 < len(found) <= 40
@@ -64,7 +64,7 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
 
 
 def test_ranks_share_the_prompts_and_get_the_pairs_of_one_process(tmp_path, monkeypatch):
-    parts = build_context(config(tmp_path, "evaluation.batch_size=8"))
+    parts = Run(config(tmp_path, "evaluation.batch_size=8"))
     backbone, sent = load_backbone(parts, None), {}
 
     class Rank(Ranks):
@@ -110,12 +110,13 @@ class WithoutCorruptions(ChainSum):
 
 def test_a_task_need_not_corrupt_solutions_where_the_model_makes_the_mistakes(tmp_path):
     cfg = config(tmp_path, "sft.n_pairs=0", "sft.on_policy_pairs.n_prompts=16", "sft.n_steps=10")
-    parts = replace(build_context(cfg), task=WithoutCorruptions())
+    parts = Run(cfg)
+    parts.task = WithoutCorruptions()
     assert (run_sft(parts, []) / REWARD_HEAD).is_file()
 
 
 def test_right_and_unscored_answers_are_no_rejected_sides(tmp_path):
-    parts = build_context(config(tmp_path))
+    parts = Run(config(tmp_path))
     backbone = load_backbone(parts, None)
 
     def beginnings():
@@ -157,7 +158,7 @@ def test_another_judge_in_the_same_file_is_another_sft_model_with_on_policy_pair
 
 
 def test_a_model_without_mistakes_is_refused(tmp_path):
-    parts = build_context(config(tmp_path))
+    parts = Run(config(tmp_path))
     object.__setattr__(parts, "task", Generous())
     with pytest.raises(ConfigError, match="answered all of them correctly"):
         on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
@@ -165,18 +166,18 @@ def test_a_model_without_mistakes_is_refused(tmp_path):
 
 def test_answers_that_find_too_little_memory_say_what_to_lower(tmp_path):
     window = ["cache.policy=snapkv", f"cache.window={2**30}", f"cache.budget={2**31 - 1}"]
-    parts = build_context(config(tmp_path, *window, "evaluation.budgets=[]"))
+    parts = Run(config(tmp_path, *window, "evaluation.budgets=[]"))
     says = r"the SFT model answers 8 prompts at a time; lower evaluation\.batch_size=\d+ or rollout"
     with pytest.raises(MemoryExhaustedError, match=says):
         on_policy_preference_pairs(parts, load_backbone(parts, None), 8, seed=0)
 
 
 def test_the_last_pass_moves_the_head_of_the_first(tmp_path):
-    without = run_sft(build_context(config(tmp_path)), [])
+    without = run_sft(Run(config(tmp_path)), [])
     cfg = config(tmp_path, "sft.on_policy_pairs.n_prompts=32")
     first, last = training_passes(cfg.sft)
     assert (last.lm_weight, last.reward_weight, last.n_pairs) == (1.0, 1.0, cfg.sft.batch_size)
-    folder = run_sft(build_context(cfg), [])
+    folder = run_sft(Run(cfg), [])
     before, after = (load_file(path / REWARD_HEAD)["linear.weight"] for path in (without, folder))
     assert not torch.equal(before, after)
     assert first.n_answered == 0
@@ -184,10 +185,8 @@ def test_the_last_pass_moves_the_head_of_the_first(tmp_path):
 
 @pytest.mark.slow
 def test_apart_the_reward_model_alone_learns_from_them(tmp_path):
-    plain = run_sft(build_context(config(tmp_path, "sft.joint=false")), [])
-    folder = run_sft(
-        build_context(config(tmp_path, "sft.joint=false", "sft.on_policy_pairs.n_prompts=32")), []
-    )
+    plain = run_sft(Run(config(tmp_path, "sft.joint=false")), [])
+    folder = run_sft(Run(config(tmp_path, "sft.joint=false", "sft.on_policy_pairs.n_prompts=32")), [])
     policy, critic = (load_file(folder / name / "model.safetensors") for name in (".", REWARD_MODEL))
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(policy[name], load_file(plain / "model.safetensors")[name])

@@ -11,7 +11,7 @@ from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.config.resumed import load_resumed_config
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.loggers import RunLogger, lightning_loggers
-from lit_rlkv.runs import training_run
+from lit_rlkv.runs import outputs
 from lit_rlkv.runs.checkpoint import CheckpointDir
 from lit_rlkv.runs.preflight import checked_config
 from tests.reporting.loggers.offline_run import finished_runs
@@ -44,7 +44,7 @@ def _no_account(tmp_path, monkeypatch):
 def keeping(monkeypatch, **settings):
     """Puts a logger that keeps everything in the place of the config's."""
     logger = KeepingLogger(**settings)
-    monkeypatch.setattr(training_run, "as_run_logger", lambda built: logger)
+    monkeypatch.setattr(outputs, "as_run_logger", lambda built: logger)
     return logger
 
 
@@ -153,7 +153,7 @@ def test_a_rollout_that_cannot_be_recorded_costs_a_figure_and_not_the_run(sft_ru
     def fail(*_):
         raise ZeroDivisionError("no keys")
 
-    monkeypatch.setattr(training_run, "eviction_record", fail)
+    monkeypatch.setattr(outputs, "eviction_record", fail)
     run(sft_runs, "unrecorded", *QUICK)
     page = (sft_runs / "unrecorded" / "report.html").read_text()
     assert "Accuracy against budget" in page
