@@ -20,7 +20,7 @@ import torch
 from sampled import sample
 from transformers import DynamicCache, PreTrainedModel
 
-from lit_rlkv.config.schema import AlgorithmConfig, CacheConfig, RolloutConfig
+from lit_rlkv.config.schema import AlgorithmConfig, Config, RolloutConfig
 from lit_rlkv.kvcache import CacheSpec, SlotCache
 from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models import prepare_backbone
@@ -28,7 +28,7 @@ from lit_rlkv.models.backbone import head_logits, hidden_states
 from lit_rlkv.models.presets import tiny_qwen3
 
 NAME = "decode_overhead"
-ROLLOUT, CACHE = RolloutConfig(), CacheConfig()
+ROLLOUT, CACHE = RolloutConfig(), Config().cache
 BATCH = ROLLOUT.n_prompts * AlgorithmConfig().group_size
 NEW = ROLLOUT.max_new_tokens
 PROMPT, VOCAB = 10, 51

@@ -124,8 +124,7 @@ def build_parts(cfg: Config) -> Parts:
         ConfigError: an object cannot be built, or is of the wrong kind.
     """
     with as_config_errors("cache"):
-        control = ("target_overlap", "budget_bounds")
-        cache = CacheSpec(**{key: value for key, value in vars(cfg.cache).items() if key not in control})
+        cache = CacheSpec.of(cfg.cache)
     user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
     with as_config_errors("user_callbacks"):
         check_hooks(user_callbacks.values())

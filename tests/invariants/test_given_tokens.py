@@ -13,7 +13,7 @@ from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.rollout.generate import as_rollout
-from lit_rlkv.rollout.sampling import Truncation
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout
 from tests.models import test_hybrids, test_sliding_windows
 from tests.models_zoo import FAMILIES, PAD, SIZE, VOCAB, build, ragged_prompts, tiny_model
@@ -47,7 +47,7 @@ def converse(
     """Four tokens of a response, then given ones of another length in each row, and so on."""
     input_ids, is_prompt = ragged_prompts(LENS)
     n_rows, generator = len(LENS), torch.Generator().manual_seed(0)
-    settings = DecodeSettings(N_NEW, torch.tensor([], dtype=torch.long), PAD, 1.0, Truncation(top_k))
+    settings = DecodeSettings(N_NEW, torch.tensor([], dtype=torch.long), PAD, Sampling(top_k=top_k))
     options = {"cuda_graph": None, "prefill_chunk": chunk} | options
     decoder = Decoder(model, spec, n_rows, max(LENS), settings, generator, **options)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_a_model_that_forgets_its_states_between_chunks_takes_prompts_in_one_pie
 
 def test_a_row_that_ended_before_the_latest_step_is_not_fed():
     model = tiny_model("qwen3")
-    settings = DecodeSettings(N_NEW, torch.arange(VOCAB), PAD, 1.0)  # every token is an end
+    settings = DecodeSettings(N_NEW, torch.arange(VOCAB), PAD, Sampling())  # every token is an end
     decoder = Decoder(model, spec_of("h2o"), len(LENS), max(LENS), settings, None, cuda_graph=None)
     given = torch.ones(1, 2, dtype=torch.long)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.memory_needs import rollout_needs
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
 from tests.rollout.recorded import RecordedRunner
@@ -70,7 +71,7 @@ def test_a_step_replayed_without_its_python_keeps_the_same_keys(monkeypatch: pyt
 
 def test_tokens_given_in_the_middle_of_a_response_are_no_prompt():
     device, n_given = torch.device("cpu"), 12
-    settings = DecodeSettings(N_NEW + n_given, torch.tensor([], dtype=torch.long), PAD, 1.0)
+    settings = DecodeSettings(N_NEW + n_given, torch.tensor([], dtype=torch.long), PAD, Sampling())
     spec = CacheSpec(policy="streaming", protect_prompt=True, **SIZES)
     decoder = Decoder(tiny_model(), spec, 4, max(LENS), settings, None, cuda_graph=None)
     input_ids, mask = ragged_prompts(LENS)

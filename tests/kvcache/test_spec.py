@@ -59,14 +59,14 @@ def test_an_unknown_policy_is_refused_with_the_one_meant_and_those_to_choose_fro
 @pytest.mark.parametrize("value", [0.5, 64.0, True, "64", None])
 def test_counts_that_are_no_integers_are_refused(name: str, value: object):
     settings: dict[str, Any] = {name: value}
-    with pytest.raises(ValueError, match=rf"cache\.{name} must be a whole number of at least .*, got"):
+    with pytest.raises(ValueError, match=rf"{name} must be a whole number of at least .*, got"):
         CacheSpec(**settings)
 
 
 @pytest.mark.parametrize(("name", "least"), [("budget", 1), ("interval", 1), ("sink", 0), ("window", 1)])
 def test_counts_below_their_least_are_refused(name: str, least: int):
     settings: dict[str, Any] = {name: least - 1}
-    with pytest.raises(ValueError, match=rf"cache\.{name} must be .* at least {least}, got {least - 1}"):
+    with pytest.raises(ValueError, match=rf"{name} must be .* at least {least}, got {least - 1}"):
         CacheSpec(**settings)
 
 
@@ -104,9 +104,7 @@ def test_a_spec_cannot_be_changed_after_it_was_checked():
 
 
 def test_a_dtype_that_no_rounding_has_is_refused():
-    with pytest.raises(
-        ValueError, match=r"cache\.dtype must be one of int8, fp8, int4, or null .*, got 'int3'"
-    ):
+    with pytest.raises(ValueError, match=r"dtype must be one of int8, fp8, int4 or null, got int3"):
         CacheSpec(dtype="int3")
 
 
