@@ -3,58 +3,21 @@
 The docstring below a field is the meaning of the setting, with its unit; errors and documentation quote it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+import dataclasses
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StrictBool, ValidationError
+from pydantic.fields import FieldInfo
 
 from lit_rlkv.checks import MAX_TEMPERATURE, Number, OneLineError, Range, check_temperature
 
-__all__ = [
-    "SAMPLING",
-    "Bool",
-    "CacheSettings",
-    "Fraction",
-    "InYaml",
-    "Key",
-    "MinP",
-    "NonNegativeInt",
-    "NonNegativeNumber",
-    "PositiveInt",
-    "PositiveNumber",
-    "Sampling",
-    "Share",
-    "Temperature",
-    "Text",
-    "TopK",
-    "TopP",
-    "describe",
-    "from_mapping",
-    "item_of",
-    "keys_of",
-    "leaf_keys",
-    "settings",
-    "show",
-]
-
-Schema = TypeVar("Schema")
 CHECKED = ConfigDict(arbitrary_types_allowed=True, extra="forbid", use_attribute_docstrings=True)
-UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
-"""Types of pydantic's error for a name that is no field."""
+UNKNOWN = "unexpected_keyword_argument"
+"""Type of pydantic's error for a name that is no field."""
 
 PositiveInt = Annotated[int, Range(least=1)]
 NonNegativeInt = Annotated[int, Range(least=0)]
@@ -66,10 +29,10 @@ Bool = StrictBool
 Text = Annotated[str, Field(strict=True, min_length=1)]
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass as settings  # which type checkers know
+    from dataclasses import dataclass as dataclass
 else:
 
-    def settings(**options: Any) -> Any:
+    def dataclass(**options: Any) -> Any:
         """Make a class a dataclass, as `dataclasses.dataclass` does, whose values pydantic checks.
 
         The constructor and `dataclasses.replace` raise a ValueError of one line, and lists become tuples.
@@ -78,6 +41,10 @@ else:
 
         def made(cls: type) -> type:
             checked = pydantic_dataclass(cls, config=CHECKED, **options)
+            for name, key in checked.__pydantic_fields__.items():
+                inherited = (vars(base).get("__pydantic_fields__", {}).get(name) for base in checked.__mro__)
+                said = [each.description for each in inherited if each is not None and each.description]
+                key.description = " ".join(said[0].split()) if said else None
             validate = checked.__init__
 
             @wraps(validate)
@@ -85,8 +52,7 @@ else:
                 try:
                     validate(self, *args, **values)
                 except ValidationError as error:
-                    names = [each.name for each in fields(checked) if not each.kw_only]
-                    given = dict(zip(names, args, strict=False)) | values
+                    given = dict(zip(_positional(checked), args, strict=False)) | values
                     raise ValueError(explain(error, checked, given)) from None
 
             checked.__init__ = __init__
@@ -95,77 +61,37 @@ else:
         return made
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class InYaml:
     """Default in YAML if it differs from the dataclass's: an interpolation such as `${seed}`."""
 
     value: str
 
 
-@dataclass(frozen=True)
-class Key:
-    """A setting: a field of a class made by `settings`."""
-
-    name: str
-    kind: Any
-    """Its type, with `Annotated`."""
-    help: str
-    """Meaning and unit."""
-    default: Any
-    """MISSING if it must be given."""
-    yaml: str | None
-    """Default in YAML if it is another."""
-    makes_default: Any
-    """Function that makes the default; None for a constant."""
-
-    @property
-    def is_group(self) -> bool:
-        """True if its value is an instance of a class with settings of its own."""
-        return is_dataclass(self.kind)
+def keys_of(schema: Any) -> dict[str, FieldInfo]:
+    """Return the settings of a class by name; fields that are excluded are none."""
+    return {name: key for name, key in schema.__pydantic_fields__.items() if not key.exclude}
 
 
-def keys_of(schema: type) -> Iterator[Key]:
-    """Yield the settings of a class; fields that are not compared are none."""
-    hints = get_type_hints(schema, include_extras=True)
-    declared = [vars(base).get("__pydantic_fields__", {}) for base in schema.__mro__]
-    for each in fields(schema):
-        if each.compare or not each.init:
-            kind, factory = hints[each.name], each.default_factory
-            marks = get_args(kind) if get_origin(kind) is Annotated else ()
-            yaml = next((mark.value for mark in marks if isinstance(mark, InYaml)), None)
-            # A class has no docstrings of the fields that it inherits.
-            said = [own[each.name].description or "" for own in declared if each.name in own]
-            meaning = " ".join(next(filter(None, said), "").split())
-            makes = None if factory is MISSING else factory
-            yield Key(each.name, kind, meaning, makes() if makes else each.default, yaml, makes)
-
-
-def leaf_keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Key]]:
+def leaf_keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the declaration of each setting of a class and of those below it."""
-    for key in keys_of(schema):
-        if key.is_group:
-            yield from leaf_keys(key.kind, f"{prefix}{key.name}.")
+    for name, key in keys_of(schema).items():
+        if is_group(key.annotation):
+            yield from leaf_keys(key.annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{key.name}", key
+            yield f"{prefix}{name}", key
 
 
-def from_mapping(schema: type[Schema], values: Mapping[str, Any], path: str = "") -> Schema:
-    """Return an instance of a class with these values, nested as its fields are.
-
-    Args:
-        values: plain; settings that are left out have their default.
-        path: of the values in a whole config, for errors.
-
-    Raises:
-        ValueError: a name is unknown or missing, or a value has the wrong type or lies outside of its range.
-    """
-    try:
-        return TypeAdapter(schema).validate_python(values)
-    except ValidationError as error:
-        raise ValueError(explain(error, schema, values, path)) from error
+def is_group(kind: Any) -> bool:
+    """True for the type of a setting that has settings of its own."""
+    return dataclasses.is_dataclass(kind)
 
 
-def explain(error: ValidationError, schema: type, values: Any, path: str = "") -> str:
+def _positional(schema: Any) -> list[str]:
+    return [each.name for each in dataclasses.fields(schema) if not each.kw_only]
+
+
+def explain(error: ValidationError, schema: Any, values: Any, path: str = "") -> str:
     """Return the first error as a sentence: what must hold, what was given, what the setting means.
 
     Args:
@@ -173,31 +99,38 @@ def explain(error: ValidationError, schema: type, values: Any, path: str = "") -
         path: of the values in a whole config.
     """
     errors = error.errors()
-    first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])
+    first = next((each for each in errors if each["type"] == UNKNOWN), errors[0])
     where, kind, value, meaning = path, schema, values, ""
     places = list(first["loc"])
-    while places and is_dataclass(kind):
-        keys, above, name = {key.name: key for key in keys_of(kind)}, where, places.pop(0)
-        if not isinstance(name, str):  # of an argument without a name
-            return str(first["msg"])
+    while places and is_group(kind):
+        keys, above, name = keys_of(kind), where, places.pop(0)
+        if isinstance(name, int):  # the place of an argument that is given without its name
+            names = _positional(kind)
+            if name >= len(names):
+                return f"{kind.__name__} takes {len(names)} arguments without a name, got more"
+            name = names[name]
         where = f"{above}.{name}" if above else name
         if name not in keys:
             close = get_close_matches(name, keys, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             return f"unknown key {where!r}; {above or 'it'} takes {', '.join(keys)}{hint}"
+        meaning = keys[name].description or ""
         if name not in value:
-            return f"{where} is missing; give it ({keys[name].help})"
-        kind, meaning, value = keys[name].kind, keys[name].help, value[name]
-    if is_dataclass(kind):
+            return f"{where} is missing; give it ({meaning})"
+        kind, value = keys[name].rebuild_annotation(), value[name]
+    if is_group(kind):
         cause = first.get("ctx", {}).get("error")
-        if cause is not None:  # a rule between settings
-            return str(cause) if isinstance(cause, OneLineError) or not where else f"{where}: {cause}"
-        return f"{where} must have the keys {', '.join(key.name for key in keys_of(kind))}, got {show(value)}"
+        if cause is None:
+            return f"{where} must have the keys {', '.join(keys_of(kind))}, got {show(value)}"
+        is_whole_sentence = isinstance(cause, OneLineError) or not where
+        return str(cause) if is_whole_sentence else f"{where}: {cause}"
     example, item = "", item_of(kind)
     if item is not None and _is_list(value):
         # A union has an error for each of its types: that of the items counts.
-        items = [place for each in errors for place in each["loc"] if isinstance(place, int)]
-        kind, value, where = item, value[items[0]], f"{where}[{items[0]}]"
+        depth = len(first["loc"]) - len(places)
+        own = [each["loc"] for each in errors if each["loc"][:depth] == first["loc"][:depth]]
+        n = next(place for loc in own for place in loc[depth:] if isinstance(place, int))
+        kind, value, where = item, value[n], f"{where}[{n}]"
     elif item is not None:
         example = f"; write {where}=[{show(value)}]"
     return f"{where} must be {describe(kind, value)}, got {show(value)} ({meaning}){example}"
@@ -246,7 +179,7 @@ MinP = Annotated[Number, Range(least=0, below=1)]
 Temperature = Annotated[Number, Range(least=0, most=MAX_TEMPERATURE)]
 
 
-@settings(frozen=True)
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn, as in transformers: divided by `temperature`, then `top_k`, `top_p` and `min_p`.
 
@@ -280,11 +213,11 @@ class Sampling:
         return {name: getattr(self, name) for name in SAMPLING}
 
 
-SAMPLING = tuple(each.name for each in fields(Sampling))
+SAMPLING = tuple(each.name for each in dataclasses.fields(Sampling))
 """Names of the settings of sampling."""
 
 
-@settings(frozen=True)
+@dataclass(frozen=True)
 class CacheSettings:
     """Size and eviction policy of a KV cache, per sequence, layer and KV head; see `lit_rlkv.CacheSpec`."""
 
@@ -301,7 +234,7 @@ class CacheSettings:
     """last tokens, never evicted, and the queries that policies look at"""
     protect_prompt: Bool = False
     """never evict keys of the prompt, and count only those after it in the budget"""
-    policy_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    policy_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """arguments of the policy's constructor"""
     budget_profile: Literal["pyramid"] | tuple[PositiveInt, ...] | None = None
     """budgets by layer, with budget as their mean: pyramid gives lower layers more (arXiv:2406.02069), a

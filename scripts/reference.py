@@ -20,7 +20,7 @@ from lit_rlkv.checks import MAX_NUMBER, MAX_WHOLE
 from lit_rlkv.config.composing import CONF_DIR, SCHEMAS, groups, options_of
 from lit_rlkv.config.keys import foreign_rows
 from lit_rlkv.config.options import by_its_group, default_values, show
-from lit_rlkv.settings import Key, describe, keys_of
+from lit_rlkv.settings import describe, is_group, keys_of
 
 ROOT = Path(__file__).parent.parent
 HOW_TO, REFERENCE = ROOT / "docs" / "how-to", ROOT / "docs" / "reference"
@@ -100,20 +100,21 @@ def key_table(
     The anchor of a key is its name, after that of its program on a page with several.
     """
     yield from ("| key | default | value | meaning |", "|---|---|---|---|")
-    below: list[Key] = []
     defaults = default_values(schema) if defaults is None else defaults
-    for key in keys_of(schema):
-        if key.is_group:
-            below.append(key)
+    groups = {name: key for name, key in keys_of(schema).items() if is_group(key.annotation)}
+    for name, key in keys_of(schema).items():
+        if name in groups:
             continue
-        cells = (linked(f"{prefix}{key.name}", program), _default(defaults, key), describe(key.kind))
+        by_group = key.default_factory is by_its_group
+        default = "by its group" if by_group else _default(defaults[name])
+        cells = (linked(f"{prefix}{name}", program), default, describe(key.rebuild_annotation()))
         # Bare, Markdown would read its underscores as emphasis.
-        meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", key.help)
+        meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", key.description or "")
         yield f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, meaning))} |"
-    for key in below:
-        name = f"{prefix}{key.name}"
-        yield from ("", f"### {name}", "", (key.kind.__doc__ or "").strip(), "")
-        yield from key_table(key.kind, f"{name}.", program, defaults[key.name])
+    for name, key in groups.items():
+        inner: Any = key.annotation
+        yield from ("", f"### {prefix}{name}", "", (inner.__doc__ or "").strip(), "")
+        yield from key_table(inner, f"{prefix}{name}.", program, defaults[name])
 
 
 def linked(name: str, program: str = "") -> str:
@@ -122,10 +123,7 @@ def linked(name: str, program: str = "") -> str:
     return f'<a id="{anchor}" href="#{anchor}">`{name}`</a>'
 
 
-def _default(defaults: dict[str, Any], key: Key) -> str:
-    if key.makes_default is by_its_group:
-        return "by its group"
-    value = defaults[key.name]
+def _default(value: Any) -> str:
     if value == "???":
         return "must be given"
     return f"`{value['_target_']}`" if isinstance(value, dict) and value else f"`{show(value)}`"

@@ -16,7 +16,7 @@ from lit_rlkv.settings import (
     Text,
     TopK,
     TopP,
-    settings,
+    dataclass,
     show,
 )
 
@@ -24,7 +24,7 @@ FILES_OF_THE_RUN = ("choices", "environment", "evaluation", "evictions", "wandb"
 """JSON files that a run folder has without an evaluation by hand."""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedRewardConfig:
     """The reward of an evaluation, where it differs from the run's."""
 
@@ -32,7 +32,7 @@ class EvaluatedRewardConfig:
     """the function that gives right answers full score, or `environment`; null: as the run had it"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """An evaluation of a saved run."""
 
@@ -90,7 +90,7 @@ class EvaluateConfig:
         )
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """An export of a saved run's policy."""
 

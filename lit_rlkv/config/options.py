@@ -1,15 +1,14 @@
 """Values of a config as YAML has them: the schema's defaults, conversion, and walks over containers."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING
 from typing import Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import PlainValidator
+from pydantic import PlainValidator, TypeAdapter, ValidationError
 
 from lit_rlkv.checks import MAX_NUMBER, Number, is_finite, is_number
 from lit_rlkv.config.errors import ConfigError, require
-from lit_rlkv.settings import from_mapping, keys_of
+from lit_rlkv.settings import InYaml, explain, is_group, keys_of
 from lit_rlkv.settings import show as show
 
 Schema = TypeVar("Schema")
@@ -32,22 +31,24 @@ def by_its_group() -> DictConfig:
     return OmegaConf.create()
 
 
-def default_values(schema: type, instance: Any = None) -> dict[str, Any]:
+def default_values(schema: Any, instance: Any = None) -> dict[str, Any]:
     """Return the default of every key as plain YAML values, nested as the classes are.
 
     Args:
         instance: has the defaults, if they are not those of the class.
     """
     found: dict[str, Any] = {}
-    for key in keys_of(schema):
-        default = key.default if instance is None else getattr(instance, key.name)
-        if key.is_group:
-            found[key.name] = default_values(key.kind, default)
-        elif default is MISSING or key.yaml is not None:
-            found[key.name] = key.yaml or "???"
-        elif key.makes_default is not by_its_group:
+    for name, key in keys_of(schema).items():
+        own = key.get_default(call_default_factory=True, validated_data={})
+        default = own if instance is None else getattr(instance, name)
+        in_yaml = ["???"] if key.is_required() else [m.value for m in key.metadata if isinstance(m, InYaml)]
+        if is_group(key.annotation):
+            found[name] = default_values(key.annotation, default)
+        elif in_yaml:
+            found[name] = in_yaml[0]
+        elif key.default_factory is not by_its_group:
             plain = OmegaConf.to_container(default) if isinstance(default, DictConfig) else default
-            found[key.name] = list(plain) if isinstance(plain, tuple) else plain
+            found[name] = list(plain) if isinstance(plain, tuple) else plain
     return found
 
 
@@ -62,9 +63,9 @@ def convert(schema: type[Schema], values: Mapping[str, Any], path: str = "") -> 
         ConfigError: a key is unknown or missing, or a value has the wrong type or lies outside of its range.
     """
     try:
-        return from_mapping(schema, values, path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        return TypeAdapter(schema).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, schema, values, path)) from error
 
 
 def named_items(node: DictConfig) -> list[tuple[str, Any]]:

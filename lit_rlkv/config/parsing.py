@@ -55,7 +55,7 @@ def check_types(cfg: DictConfig) -> Config:
     require("source" not in plain, "unknown key 'source'; docs/reference/config.md has all keys")
     config = convert(Config, plain | {"source": OmegaConf.create(plain)})
     check_leaves(plain)
-    chosen = [name for name, key in leaf_keys(Config) if key.makes_default is by_its_group]
+    chosen = [name for name, key in leaf_keys(Config) if key.default_factory is by_its_group]
     nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
     nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
     users = {"user_callbacks": config.user_callbacks, "reward.functions": config.reward.functions}

@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
 from lit_rlkv.checks import MAX_TEMPERATURE, MIN_TEMPERATURE, Number, Range
 from lit_rlkv.config.errors import require
@@ -25,7 +26,7 @@ from lit_rlkv.settings import (
     Share,
     Temperature,
     Text,
-    settings,
+    dataclass,
 )
 
 Stage = Literal["sft", "rl", "eval"]
@@ -44,7 +45,7 @@ MAX_PROCESSES = 1024
 """Most processes or threads of a machine."""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The language model: a checkpoint, or a preset that starts from random weights."""
 
@@ -54,7 +55,7 @@ class ModelConfig:
     """function that builds a model from scratch, such as lit_rlkv.models.presets.*"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig(CacheSettings):
     """The KV cache of rollouts, per sequence, layer and KV head, and what steers its budget."""
 
@@ -65,7 +66,7 @@ class CacheConfig(CacheSettings):
     """smallest and largest budget under target_overlap; null: half and twice budget"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Sampling):
     """Sampling and scoring of responses."""
 
@@ -105,7 +106,7 @@ class RolloutConfig(Sampling):
     rollout routing replay); refused for a model without top-k routers"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KLConfig:
     """The KL divergence to the reference, under the learner's own view."""
 
@@ -140,7 +141,7 @@ class KLConfig:
         )
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReferenceSyncConfig:
     """A reference that follows the policy; each needs a whole backbone of its own (arXiv:2404.09656)."""
 
@@ -151,7 +152,7 @@ class ReferenceSyncConfig:
     """share of the policy in the new reference"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
     """Problems of a dataset drawn by success rates p, with weights p (1 − p) + floor (arXiv:2504.03380)."""
 
@@ -162,7 +163,7 @@ class CurriculumConfig:
     """of the weights, so that problems never or always solved return"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvictionConfig:
     """Evictions as actions of a policy with parameters, trained beside the tokens; cache.policy=learned."""
 
@@ -176,7 +177,7 @@ class EvictionConfig:
     """coefficient of the KL of the first draw to a uniform one; 0: none"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Keys that all algorithms share."""
 
@@ -217,7 +218,7 @@ class AlgorithmConfig:
     """LightningModule with the policy's loss: GRPO, CISPO, Reinforce, PPO, OnlineDPO, or your own"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Components, weights and normalisation of the reward of a response."""
 
@@ -246,7 +247,7 @@ class RewardConfig:
     """taken off a response of rollout.max_new_tokens under overlong_buffer"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RolesConfig:
     """Policy, reference, reward model and critic on one backbone or several (arXiv:2309.00754)."""
 
@@ -268,7 +269,7 @@ class RolesConfig:
     """score reference, reward and value as one batch"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OnPolicyPairsConfig:
     """One more SFT pass, on pairs against wrong answers of the model itself under the run's cache."""
 
@@ -280,7 +281,7 @@ class OnPolicyPairsConfig:
     """weight of the ranking loss in this pass"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SFTConfig:
     """Hydra-SFT: worked solutions for the LM head, preference pairs for the reward head."""
 
@@ -315,7 +316,7 @@ class SFTConfig:
         return on_task_pairs or self.on_policy_pairs.n_prompts > 0
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Sampling):
     """Accuracy on held-out prompts, dense and for each budget, before and after training."""
 
@@ -332,7 +333,7 @@ class EvaluationConfig(Sampling):
     random responses and evictions"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FabricConfig:
     """Devices, processes and precision, for Lightning Fabric."""
 
@@ -363,7 +364,7 @@ class FabricConfig:
         )
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CallbacksConfig:
     """Checkpoints and samples."""
 
@@ -383,7 +384,7 @@ class CallbacksConfig:
     """responses shown each time"""
 
 
-@settings(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -425,5 +426,5 @@ class Config:
     """measurements that do not change training, each with its interval in iterations"""
     logger: Node | None = field(default_factory=by_its_group)
     """where metrics go beside metrics.csv; null: nowhere"""
-    source: DictConfig = field(default_factory=OmegaConf.create, repr=False, compare=False)
+    source: DictConfig = Field(default_factory=OmegaConf.create, exclude=True, repr=False)
     """The YAML of this config, for the files and loggers that keep it."""

@@ -8,13 +8,13 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
-from lit_rlkv.settings import CacheSettings, settings
+from lit_rlkv.settings import CacheSettings, dataclass
 
 BETA = 20
 """PyramidKV (arXiv:2406.02069): the last layer chooses 1 / BETA of the mean number of keys."""
 
 
-@settings(frozen=True)
+@dataclass(frozen=True)
 class CacheSpec(CacheSettings):
     """A KV cache of `budget + interval` slots per sequence, layer and KV head, beside protected prompts.
 

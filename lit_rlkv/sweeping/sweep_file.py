@@ -20,7 +20,8 @@ from optuna.distributions import (
 from lit_rlkv.config import CONF_DIR, SWEEPS_DIR, ConfigError, quoted, require
 from lit_rlkv.config.options import Node, convert, leaves
 from lit_rlkv.files import check_yaml, read_text
-from lit_rlkv.settings import PositiveInt, Text, settings
+from lit_rlkv.settings import PositiveInt, Text
+from lit_rlkv.settings import dataclass as settings
 from lit_rlkv.trust import KEY
 
 COMMAND = ("${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}")

@@ -39,7 +39,7 @@ def numbers_in(kind):
 
 
 def numeric_keys(schema):
-    return {name: key.kind for name, key in leaf_keys(schema) if numbers_in(key.kind)}
+    return {name: kind for name, key in leaf_keys(schema) if numbers_in(kind := key.rebuild_annotation())}
 
 
 def outside(kind):

@@ -34,7 +34,7 @@ def with_value(cfg, path, value):
 def test_every_key_says_what_it_means():
     keys = [found for schema in (Config, EvaluateConfig, ExportConfig) for found in leaf_keys(schema)]
     assert len(keys) > 90
-    assert [name for name, key in keys if len(key.help) < 3] == []
+    assert [name for name, key in keys if len(key.description) < 3] == []
 
 
 def test_a_key_that_the_schema_lacks_is_refused():
