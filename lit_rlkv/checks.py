@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 _Built = TypeVar("_Built")
@@ -111,19 +111,12 @@ def check_temperature(name: str, value: Any, *, is_greedy_allowed: bool) -> None
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """True if a value of a JSON file has a type: a class, a union, or lists and mappings of types."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in args)
-    if origin is list:
-        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(item, args[1]) for item in value.values())
-    if kind in (int, float):
-        return is_whole(value) if kind is int else is_number(value)
-    return isinstance(value, kind)
+    """True if a value of a JSON file has a type; a whole number may be a float, and a bool is no number."""
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def from_json(kind: type[_Built], values: Any) -> _Built:
@@ -141,3 +134,8 @@ def from_json(kind: type[_Built], values: Any) -> _Built:
 
 
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))

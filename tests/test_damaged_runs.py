@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
     """A folder with a run of two iterations."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, "whole", *OPTIONS)
-    Choices({}, []).save(folder / "whole")
+    Choices({}, ()).save(folder / "whole")
     return folder
 
 
@@ -50,7 +50,7 @@ def test_a_damaged_side_file_is_named_and_kept(runs, name):
     damage(folder / name)
 
     def resume():
-        resumed_choices(folder, Choices({}, []))  # which the command line asks for first
+        resumed_choices(folder, Choices({}, ()))  # which the command line asks for first
         run(runs, folder.name, *OPTIONS, resumes=True)
 
     with pytest.raises(DamagedFileError, match=f"{name} is damaged"):
