@@ -19,8 +19,8 @@ from lit_rlkv.__main__ import COMMANDS
 from lit_rlkv.checks import MAX_NUMBER, MAX_WHOLE
 from lit_rlkv.config.composing import CONF_DIR, SCHEMAS, groups, options_of
 from lit_rlkv.config.keys import foreign_rows
-from lit_rlkv.config.options import by_its_group, default_values, show
-from lit_rlkv.settings import describe, is_group, keys_of
+from lit_rlkv.config.options import by_its_group, default_values
+from lit_rlkv.settings import describe, is_group, keys_of, show
 
 ROOT = Path(__file__).parent.parent
 HOW_TO, REFERENCE = ROOT / "docs" / "how-to", ROOT / "docs" / "reference"

@@ -8,8 +8,7 @@ from pydantic import PlainValidator, TypeAdapter, ValidationError
 
 from lit_rlkv.checks import MAX_NUMBER, Number, is_finite, is_number
 from lit_rlkv.config.errors import ConfigError, require
-from lit_rlkv.settings import InYaml, explain, is_group, keys_of
-from lit_rlkv.settings import show as show
+from lit_rlkv.settings import InYaml, explain, is_group, keys_of, show
 
 Schema = TypeVar("Schema")
 INTERPOLATION = "${"

@@ -25,7 +25,6 @@ from lit_rlkv.config import (
     require,
 )
 from lit_rlkv.config.errors import one_line
-from lit_rlkv.config.options import show
 from lit_rlkv.data.chat import format_prompt, last_end
 from lit_rlkv.data.chat_template import RESULT, choose_template
 from lit_rlkv.data.prompts import PromptSource
@@ -48,6 +47,7 @@ from lit_rlkv.reporting.progress import QUIET_S, track
 from lit_rlkv.rewards import RewardManager, score
 from lit_rlkv.runs.launch import broadcast_from_rank_zero, fabric_precision
 from lit_rlkv.runs.preflight import CheckedConfig
+from lit_rlkv.settings import show
 from lit_rlkv.tasks import Task, UserTask
 from lit_rlkv.tasks.rows import N_REPORTED
 from lit_rlkv.types import Problem

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import Config, ConfigError, as_config_errors
-from lit_rlkv.config.options import named_items, show
+from lit_rlkv.config.options import named_items
 from lit_rlkv.files import fingerprint, stamps
 from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.run_files import BACKBONE
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.context import pretrained_path
 from lit_rlkv.runs.preflight import CheckedConfig
+from lit_rlkv.settings import show
 
 log = logging.getLogger(__name__)
 REWARD_MODEL = "reward_model"
