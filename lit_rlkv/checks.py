@@ -137,5 +137,5 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> Any:
     return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
