@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
 
 _Built = TypeVar("_Built")
 
@@ -54,8 +56,18 @@ class Range:
     below: Number | None = None
     """Every number must be smaller."""
 
-    def holds(self, value: Any, kind: type = float) -> bool:
-        """True if a value is a number of this kind, int or float, inside the range."""
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> CoreSchema:
+        """Let pydantic check a field that is `Annotated[int, Range(...)]`, or of another number."""
+
+        def checked(value: Any) -> Any:
+            if not self.holds(value, kind):
+                raise ValueError(f"must be {self.describe(kind, value)}")
+            return value
+
+        return core_schema.no_info_plain_validator_function(checked)
+
+    def holds(self, value: Any, kind: Any = float) -> bool:
+        """True if a value is a number of this kind, int or any other, inside the range."""
         limit = MAX_WHOLE if kind is int else MAX_NUMBER
         if not (is_whole(value) if kind is int else is_finite(value)):
             return False
@@ -68,11 +80,11 @@ class Range:
             or (self.below is not None and value >= self.below)
         )
 
-    def describe(self, kind: type = float, value: Any = None) -> str:
+    def describe(self, kind: Any = float, value: Any = None) -> str:
         """Return kind and bounds in words, with the common limit if `value` is beyond it."""
         limit = MAX_WHOLE if kind is int else MAX_NUMBER
         is_beyond = is_number(value) and math.inf > abs(value) > limit
-        most = f"{limit:g}" if kind is float else limit
+        most = limit if kind is int else f"{limit:g}"
         bounds = [
             None if self.least is None else f"of at least {self.least}",
             None if self.above is None else f"above {self.above}",
@@ -83,7 +95,7 @@ class Range:
         words = " and ".join(bound for bound in bounds if bound is not None)
         return f"{'a whole number' if kind is int else 'a number'} {words}".rstrip()
 
-    def check(self, name: str, value: Any, kind: type = float, hint: str = "change it") -> None:
+    def check(self, name: str, value: Any, kind: Any = float, hint: str = "change it") -> None:
         """Raise a ValueError that names a setting unless its value is a number inside the range."""
         if not self.holds(value, kind):
             raise ValueError(f"{name} must be {self.describe(kind, value)}, got {value}; {hint}")
@@ -99,19 +111,12 @@ def check_temperature(name: str, value: Any, *, is_greedy_allowed: bool) -> None
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """True if a value of a JSON file has a type: a class, a union, or lists and mappings of types."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in args)
-    if origin is list:
-        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(item, args[1]) for item in value.values())
-    if kind in (int, float):
-        return is_whole(value) if kind is int else is_number(value)
-    return isinstance(value, kind)
+    """True if a value of a JSON file has a type; a whole number may be a float, and a bool is no number."""
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def from_json(kind: type[_Built], values: Any) -> _Built:
@@ -129,3 +134,8 @@ def from_json(kind: type[_Built], values: Any) -> _Built:
 
 
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))

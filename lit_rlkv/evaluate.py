@@ -21,14 +21,13 @@ from lit_rlkv.config import (
     require,
 )
 from lit_rlkv.config.commands import EvaluateConfig
-from lit_rlkv.config.options import show
 from lit_rlkv.files import write_atomically
+from lit_rlkv.settings import SAMPLING, show
 
 if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
     from lit_rlkv.evaluation.results import CacheEstimates, EvalRow
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 PLAIN_WIDTH = 160
 """Width without a terminal, so that a wide table is not cut."""
 

@@ -48,7 +48,7 @@ def _parse(arguments: Sequence[str]) -> FitArguments:
     cfg, hydra_cfg = compose_arguments("config", arguments)
     check_folders(cfg)
     overrides = list(hydra_cfg.overrides.task)
-    given = Choices(dict(hydra_cfg.runtime.choices), overrides)
+    given = Choices(dict(hydra_cfg.runtime.choices), tuple(overrides))
     choices: Choices | None = given
     old_dir: Path | None = None
     if cfg.resume not in (None, AUTO):

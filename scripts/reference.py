@@ -8,10 +8,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
-from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -20,7 +19,8 @@ from lit_rlkv.__main__ import COMMANDS
 from lit_rlkv.checks import MAX_NUMBER, MAX_WHOLE
 from lit_rlkv.config.composing import CONF_DIR, SCHEMAS, groups, options_of
 from lit_rlkv.config.keys import foreign_rows
-from lit_rlkv.config.options import Option, default_values, describe, keys_of, show
+from lit_rlkv.config.options import by_its_group, default_values
+from lit_rlkv.settings import describe, is_group, keys_of, show
 
 ROOT = Path(__file__).parent.parent
 HOW_TO, REFERENCE = ROOT / "docs" / "how-to", ROOT / "docs" / "reference"
@@ -92,26 +92,29 @@ def config_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def key_table(schema: type, prefix: str = "", program: str = "") -> Iterator[str]:
+def key_table(
+    schema: type, prefix: str = "", program: str = "", defaults: dict[str, Any] | None = None
+) -> Iterator[str]:
     """Yield the keys of a schema as a table, and then those of the schemas below it.
 
     The anchor of a key is its name, after that of its program on a page with several.
     """
     yield from ("| key | default | value | meaning |", "|---|---|---|---|")
-    below: list[tuple[str, type]] = []
-    defaults = default_values(schema)
-    for name, _, declared, kind in keys_of(schema):
-        key = f"{prefix}{name}"
-        if is_dataclass(kind):
-            below.append((key, cast(type, kind)))
+    defaults = default_values(schema) if defaults is None else defaults
+    groups = {name: key for name, key in keys_of(schema).items() if is_group(key.annotation)}
+    for name, key in keys_of(schema).items():
+        if name in groups:
             continue
-        cells = (linked(key, program), _default(defaults, name, declared), describe(kind, declared))
+        by_group = key.default_factory is by_its_group
+        default = "by its group" if by_group else _default(defaults[name])
+        cells = (linked(f"{prefix}{name}", program), default, describe(key.rebuild_annotation()))
         # Bare, Markdown would read its underscores as emphasis.
-        meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", declared.help)
+        meaning = re.sub(r"\b_\w+_\b", r"`\g<0>`", key.description or "")
         yield f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, meaning))} |"
-    for key, inner in below:
-        yield from ("", f"### {key}", "", (inner.__doc__ or "").strip(), "")
-        yield from key_table(inner, f"{key}.", program)
+    for name, key in groups.items():
+        inner: Any = key.annotation
+        yield from ("", f"### {prefix}{name}", "", (inner.__doc__ or "").strip(), "")
+        yield from key_table(inner, f"{prefix}{name}.", program, defaults[name])
 
 
 def linked(name: str, program: str = "") -> str:
@@ -120,10 +123,7 @@ def linked(name: str, program: str = "") -> str:
     return f'<a id="{anchor}" href="#{anchor}">`{name}`</a>'
 
 
-def _default(defaults: dict[str, Any], name: str, declared: Option) -> str:
-    if declared.is_chosen:
-        return "by its group"
-    value = defaults[name]
+def _default(value: Any) -> str:
     if value == "???":
         return "must be given"
     return f"`{value['_target_']}`" if isinstance(value, dict) and value else f"`{show(value)}`"

@@ -12,7 +12,7 @@ from lit_rlkv.models import replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.rollout.generate import as_rollout
-from lit_rlkv.rollout.sampling import Truncation
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, VOCAB, ragged_prompts, tiny_model
 
@@ -65,7 +65,9 @@ def converse(
     cache = spec_of(cache) if isinstance(cache, str) else cache
     input_ids, is_prompt = ragged_prompts(LONG)
     n_rows, generator = len(LONG), torch.Generator().manual_seed(0)
-    settings = DecodeSettings(N_GIVEN, torch.tensor([], dtype=torch.long), PAD, 1.0, Truncation(top_k, top_p))
+    settings = DecodeSettings(
+        N_GIVEN, torch.tensor([], dtype=torch.long), PAD, Sampling(top_k=top_k, top_p=top_p)
+    )
     options = {"cuda_graph": None, "prefill_chunk": chunk} | options
     decoder = Decoder(model, cache, n_rows, max(LONG), settings, generator, **options)
     with torch.no_grad():

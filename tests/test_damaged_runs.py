@@ -34,7 +34,7 @@ def runs(tmp_path_factory, share_sft_model):
     folder = tmp_path_factory.mktemp("runs")
     share_sft_model(config(folder))
     run(folder, "whole", *OPTIONS)
-    Choices({}, []).save(folder / "whole")
+    Choices({}, ()).save(folder / "whole")
     return folder
 
 
@@ -51,7 +51,7 @@ def test_a_damaged_side_file_is_named_and_kept(runs, name):
     damage(folder / name)
 
     def resume():
-        resumed_choices(folder, Choices({}, []))  # which the command line asks for first
+        resumed_choices(folder, Choices({}, ()))  # which the command line asks for first
         run(runs, folder.name, *OPTIONS, resumes=True)
 
     with pytest.raises(DamagedFileError, match=f"{name} is damaged"):

@@ -80,7 +80,7 @@ def lint_layers(root: Path) -> subprocess.CompletedProcess[str]:
         ("rewards", "rng", True),
         ("rewards", "data", False),  # upwards
         ("rewards", "objectives", False),  # sideways
-        ("experience.reward", "config.options", True),
+        ("experience.reward", "config.schema", True),
         ("experience.reward", "config.targets", False),  # training needs the schema alone
     ],
 )
@@ -88,7 +88,7 @@ def test_import_layers_are_enforced(tmp_path, importer, imported, is_allowed):
     packages = ["config", "experience", "modules", "reporting", "runs", "stages"]
     rooms = ["__init__", "types", "rng", "rewards", "objectives", "data", "trainer"]
     rooms += [f"{package}.__init__" for package in packages]
-    rooms += ["config.options", "config.targets", "experience.reward"]
+    rooms += ["config.schema", "config.targets", "experience.reward"]
     files = {room: f"lit_rlkv/{room.replace('.', '/')}.py" for room in rooms}
     imports = {files[importer]: f"import lit_rlkv.{imported}\n"}
     make_clone(tmp_path, dict.fromkeys(files.values(), "") | imports)

@@ -15,6 +15,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_logits
 from lit_rlkv.models.replay import response_hidden
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import PromptBatch, Rollout
 
 
@@ -81,7 +82,7 @@ def compare(
 ) -> Compared:
     """Decode the responses of the reference under a cache, and compare each token's distributions."""
     n_rows, n_steps = reference.tokens.shape
-    settings = DecodeSettings(n_steps, reference.eos_token_ids, 0, 0.0)
+    settings = DecodeSettings(n_steps, reference.eos_token_ids, 0, Sampling(0.0))
     columns = reference.prompts.input_ids.shape[1]
     decoder = ForcedDecoder(model, cache, n_rows, columns, settings, generator, cuda_graph=False)
     steps: list[tuple[Tensor, ...]] = []

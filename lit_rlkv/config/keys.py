@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lit_rlkv.config.composing import CONF_DIR, groups, initialized, options_of
 from lit_rlkv.config.errors import ConfigError, require
-from lit_rlkv.config.options import leaves, show
+from lit_rlkv.config.options import leaves
+from lit_rlkv.settings import show
 
 PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""

@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from lit_rlkv.checks import Range
 from lit_rlkv.config.errors import interpolations_as_config_errors, require
 from lit_rlkv.config.model_path import check_source
-from lit_rlkv.config.options import check_leaves, convert, leaf_keys, named_items, show
+from lit_rlkv.config.options import by_its_group, check_leaves, convert, named_items
 from lit_rlkv.config.schema import Config, Stage
 from lit_rlkv.config.targets import LOW_BIT
+from lit_rlkv.settings import leaf_keys, show
 
 Schema = TypeVar("Schema")
 STAGES: tuple[Stage, ...] = ("sft", "rl", "eval")
@@ -51,9 +52,10 @@ def check_types(cfg: DictConfig) -> Config:
         ConfigError: a key is unknown or not given, or a value has the wrong type or is out of its range.
     """
     plain = _resolved(cfg)
-    config = convert(Config, plain, source=OmegaConf.create(plain))
+    require("source" not in plain, "unknown key 'source'; docs/reference/config.md has all keys")
+    config = convert(Config, plain | {"source": OmegaConf.create(plain)})
     check_leaves(plain)
-    chosen = [key for key, _, declared in leaf_keys(Config) if declared.is_chosen]
+    chosen = [name for name, key in leaf_keys(Config) if key.default_factory is by_its_group]
     nodes = {key: reduce(getattr, key.split("."), cast(Any, config)) for key in chosen}
     nodes |= {f"diagnostics.{name}": node for name, node in named_items(nodes.pop("diagnostics"))}
     users = {"user_callbacks": config.user_callbacks, "reward.functions": config.reward.functions}

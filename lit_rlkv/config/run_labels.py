@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig
 
-from lit_rlkv.checks import fits
 from lit_rlkv.files import read_if_there, read_json, write_atomically
 from lit_rlkv.run_files import CHOICES
+from lit_rlkv.settings import dataclass
 from lit_rlkv.trust import KEY
 
 OURS = "lit_rlkv.reporting.loggers."
@@ -24,9 +24,10 @@ MAX_TAG = 64
 class Choices:
     """Options of the config groups and overrides of the command line that starts or resumes a run."""
 
-    options: Mapping[str, str | None]
-    """The option chosen in each group."""
-    overrides: Sequence[str]
+    options: dict[str, str | None]
+    """the option chosen in each group"""
+    overrides: tuple[str, ...]
+    """of the command line"""
 
     def with_more(self, later: "Choices") -> "Choices":
         """Return these choices, changed by those that a later command line gives itself.
@@ -37,13 +38,12 @@ class Choices:
         off = {group for group, option in self.options.items() if option == "none"}
         given |= {key.partition(".")[0] for key in given} & off
         changed = {group: option for group, option in later.options.items() if group in given}
-        return Choices({**self.options, **changed}, [*self.overrides, *later.overrides])
+        return Choices({**self.options, **changed}, (*self.overrides, *later.overrides))
 
     def save(self, run_dir: Path) -> None:
         """Write the choices into a run folder, without the trust in modules, which no folder grants."""
-        overrides = [override for override in self.overrides if not override.lstrip("+").startswith(KEY)]
-        plain = asdict(Choices(dict(self.options), overrides))
-        write_atomically(run_dir / CHOICES, json.dumps(plain, indent=1))
+        kept = tuple(each for each in self.overrides if not each.lstrip("+").startswith(KEY))
+        write_atomically(run_dir / CHOICES, json.dumps(asdict(replace(self, overrides=kept)), indent=1))
 
     @classmethod
     def load(cls, run_dir: Path) -> "Choices | None":
@@ -56,11 +56,7 @@ class Choices:
 
     @classmethod
     def _read(cls, path: Path) -> "Choices | None":
-        saved = read_json(path)
-        options, overrides = saved["options"], saved["overrides"]
-        if not fits(options, dict[str, str | None]) or not fits(overrides, list[str]):
-            raise ValueError("options must be a mapping of texts, and overrides a list of texts")
-        return cls(options, overrides)
+        return cls(**read_json(path))
 
 
 def label_logger(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lit_rlkv.checks import is_number, is_whole
 from lit_rlkv.config.errors import ConfigError, as_config_errors, one_line, require
-from lit_rlkv.config.options import show
+from lit_rlkv.settings import show
 from lit_rlkv.trust import KEY, is_trusted, located, trust_modules, trusted_modules
 
 OURS = "lit_rlkv.reporting.loggers."

@@ -26,6 +26,7 @@ from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.rng import stream
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Problem, Rollout, prompt_text
 
 RIGHT = 1.0
@@ -146,14 +147,7 @@ class Evaluator:
         self.problems = problems
         self.config = cfg.evaluation
         self.rollout = cfg.rollout
-        self.scored = replace(
-            cfg.rollout,
-            temperature=self.config.temperature,
-            top_k=self.config.top_k,
-            top_p=self.config.top_p,
-            min_p=self.config.min_p,
-            replay_routing=False,
-        )
+        self.scored = replace(cfg.rollout, replay_routing=False)
         self.seed = cfg.seed
         self.n_samples = n_samples
         self.batch_size = batch_size
@@ -244,7 +238,7 @@ class Evaluator:
         problems = self.problems[: self.config.n_mismatch]
         start = len(self.problems)
         rollouts = cache.for_rollouts
-        rollout, _ = self._generate(problems, rollouts, self.rollout, start, on_progress=on_progress)
+        rollout, _ = self._generate(problems, rollouts, self.rollout, None, start, on_progress=on_progress)
         shadow = self._scores(rollout, "policy", shadow=True)
         dense = shadow if cache.is_exact else self._scores(rollout, "policy")
         kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)
@@ -260,7 +254,9 @@ class Evaluator:
         number, (start, stop, first, last) = batch
         problems = self.problems[start:stop]
         n_samples = last - first
-        rollout, talk = self._generate(problems, cache, self.scored, start, first, n_samples, on_progress)
+        rollout, talk = self._generate(
+            problems, cache, self.scored, self.config, start, first, n_samples, on_progress
+        )
         completions = decode_completions(self.tokenizer, rollout.input_ids, rollout.response_mask)
         places = [(problem, sample) for problem in range(start, stop) for sample in range(first, last)]
         asked = [self.problems[problem] for problem, _ in places]
@@ -322,6 +318,7 @@ class Evaluator:
         problems: Sequence[Problem],
         cache: CacheSpec,
         settings: RolloutConfig,
+        sampling: Sampling | None,
         start: int,
         first: int = 0,
         n_samples: int = 1,
@@ -341,5 +338,6 @@ class Evaluator:
                 num_return_sequences=n_samples,
                 on_progress=on_progress,
                 conversations=talk,
+                sampling=sampling,
             )
         return rollout, talk

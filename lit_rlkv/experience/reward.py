@@ -8,7 +8,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rlkv.checks import OneLineError
-from lit_rlkv.config.options import check_values
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import TextConversations
@@ -79,7 +78,6 @@ class RewardRule:
         functions: Mapping[str, RewardFunction] | None = None,
         max_new_tokens: int = 0,
     ) -> None:
-        check_values(config)
         self.config = config
         self.max_new_tokens = max_new_tokens
         self.functions = functions or {}

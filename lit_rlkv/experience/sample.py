@@ -23,6 +23,7 @@ from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.turns import Conversations
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Problem, PromptBatch, Rollout
 
 
@@ -37,8 +38,13 @@ def sample_responses(
     num_return_sequences: int = 1,
     on_progress: Callable[[int], object] | None = None,
     conversations: Conversations | None = None,
+    sampling: Sampling | None = None,
 ) -> Rollout:
-    """Call `generate` on the model's device with the settings of a config."""
+    """Call `generate` on the model's device with the settings of a config.
+
+    Args:
+        sampling: how tokens are drawn; None: as `settings` says.
+    """
     prompts = prompts.to(model.device)
     return generate(
         model,
@@ -49,7 +55,7 @@ def sample_responses(
         num_return_sequences=num_return_sequences,
         on_progress=on_progress,
         conversations=conversations,
-        **generate_options(tokenizer, settings),
+        **generate_options(tokenizer, settings) | (sampling or settings).options,
     )
 
 
@@ -72,10 +78,7 @@ def generate_options(tokenizer: PreTrainedTokenizerBase, settings: RolloutConfig
         "max_new_tokens": settings.max_new_tokens,
         "eos_token_id": end_token_ids(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
+        **settings.options,
         "max_rows": settings.max_rows,
         "cuda_graph": settings.cuda_graph,
         "n_splits": settings.n_splits,

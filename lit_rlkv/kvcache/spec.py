@@ -1,22 +1,21 @@
 """CacheSpec: size and eviction policy of a KV cache."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
 
-from lit_rlkv.checks import Range
-from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
+from lit_rlkv.settings import CacheSettings, dataclass
 
-PYRAMID, BETA = "pyramid", 20
-"""Profile of PyramidKV (arXiv:2406.02069): the last layer chooses 1 / BETA of the mean number of keys."""
+BETA = 20
+"""PyramidKV (arXiv:2406.02069): the last layer chooses 1 / BETA of the mean number of keys."""
 
 
 @dataclass(frozen=True)
-class CacheSpec:
+class CacheSpec(CacheSettings):
     """A KV cache of `budget + interval` slots per sequence, layer and KV head, beside protected prompts.
 
     After every chunk of given tokens, and every `interval` sampled tokens from there, a sequence with more
@@ -47,53 +46,26 @@ class CacheSpec:
             or `dtype` is unknown.
     """
 
-    policy: str | type[Policy] | Policy = "snapkv"
-    budget: int = 512
-    interval: int = 128
-    sink: int = 4
-    window: int = 16
-    protect_prompt: bool = False
-    policy_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    budget_profile: str | Sequence[int] | None = None
-    dtype: str | None = None
+    policy: Any = "snapkv"  # a text, a class or an instance; `make_policy` checks it
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy_options", dict(self.policy_options or {}))
         self.make_policy()
-        for name, least in {"budget": 1, "interval": 1, "sink": 0, "window": 1}.items():
-            Range(least=least).check(f"cache.{name}", getattr(self, name), int)
         least = self.sink + self.window + 1
         if not self.is_dense and self.budget < least:
             raise ValueError(
                 f"budget must be at least sink + window + 1 = {least}, got {self.budget}; raise the budget, "
                 "or lower sink or window"
             )
-        if not isinstance(self.protect_prompt, bool):
+        if self.budget_profile is not None and self.is_dense:
             raise ValueError(
-                f"cache.protect_prompt must be true or false, got {self.protect_prompt!r}; choose one"
+                f"cache.budget_profile={self.budget_profile} divides a budget, and a dense cache has none; "
+                "use null, or another policy"
             )
-        if self.dtype is not None and self.dtype not in KV_DTYPES:
-            raise ValueError(
-                f"cache.dtype must be one of {', '.join(KV_DTYPES)}, or null for the model's own, got "
-                f"{self.dtype!r}; choose one"
-            )
-        self._check_profile()
 
-    def _check_profile(self) -> None:
-        profile = self.budget_profile
-        if isinstance(profile, Sequence) and not isinstance(profile, str):
-            object.__setattr__(self, "budget_profile", tuple(profile))
-            for size in profile:
-                Range(least=1).check("cache.budget_profile", size, int)
-        elif profile not in (None, PYRAMID):
-            raise ValueError(
-                f"cache.budget_profile must be {PYRAMID}, a list or null, got {profile!r}; choose one"
-            )
-        if profile is not None and self.is_dense:
-            raise ValueError(
-                f"cache.budget_profile={profile} divides a budget, and a dense cache has none; use null, or "
-                "another policy"
-            )
+    @classmethod
+    def of(cls, config: CacheSettings) -> "CacheSpec":
+        """Return the spec with the settings of a config, which may have others beside them."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(CacheSettings)})
 
     @classmethod
     def dense(cls) -> "CacheSpec":

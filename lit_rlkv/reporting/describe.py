@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_rlkv.config.options import leaves, show
+from lit_rlkv.config.options import leaves
+from lit_rlkv.settings import show
 from lit_rlkv.units import human_bytes, human_seconds
 
 Tree = Mapping[str, Any]

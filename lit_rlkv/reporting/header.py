@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lit_rlkv.config import Config
-from lit_rlkv.config.options import show
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.reporting.describe import describe
+from lit_rlkv.settings import show
 
 SMOKE_TEST = "debug=fast is a smoke test: every stage runs, and nothing is learned"
 

@@ -14,6 +14,7 @@ from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.run_folder import RunFolder
 from lit_rlkv.reporting.tables import evaluation_cells, percent, reward_sentence, share_of_dense, stage_cells
+from lit_rlkv.settings import Sampling
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -58,8 +59,8 @@ def render(report: RunFolder, pictures: Sequence[Picture]) -> str:
     # A run that a verifier rewards does not use its reward head.
     quality = report.reward_model if any(row.learned_reward is not None for row in rows) else None
     sampling = report.config.get("evaluation", {})
-    used = {"temperature": 0, "top_k": None, "top_p": 1, "min_p": None}
-    settings = [f"{key} {sampling[key]}" for key, off in used.items() if sampling.get(key, off) != off]
+    greedy = Sampling(temperature=0).options
+    settings = [f"{key} {sampling[key]}" for key, off in greedy.items() if sampling.get(key, off) != off]
     last: dict[str, Any] = dict(report.environments[-1]) if report.environments else {}
     versions = {"python": last["python"], **last["packages"]} if last else {}
     return TEMPLATES.get_template("report.html.jinja").render(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -33,7 +33,8 @@ from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.mask_record import MaskRecorder
 from lit_rlkv.rollout.paused_rows import PausedRow, pause_rows, resume_rows
 from lit_rlkv.rollout.recorders import CodeRecorder, EvictionRecorder, Recorder
-from lit_rlkv.rollout.sampling import Truncation, sample
+from lit_rlkv.rollout.sampling import sample
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import TensorBatch
 
 
@@ -44,8 +45,7 @@ class DecodeSettings:
     max_new_tokens: int
     eos_token_ids: Int[Tensor, " eos"]
     pad_token_id: int
-    temperature: float | int
-    truncation: Truncation = field(default_factory=Truncation)
+    sampling: Sampling
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Decoder:
             self.recorders.append(CodeRecorder(self.kv, cache.dtype))
         if record_routing:
             self.recorders.append(ExpertRecorder(model, *shape))
-        if settings.truncation.is_on and settings.temperature > 0:
+        if settings.sampling.is_restricted and settings.sampling.temperature > 0:
             self.recorders.append(MaskRecorder(n_rows, device))
         self._layers: AbstractContextManager[None] = (
             CompiledLayers(model) if compile_layers else nullcontext()
@@ -377,9 +377,7 @@ class Decoder:
         settings, is_running = self.settings, self.is_running[rows]
         # A feed samples for some rows only.
         noise_rows = self._noise_rows if rows is self.all_rows else None
-        token, logp, kept = sample(
-            logits, settings.temperature, self.generator, settings.truncation, noise_rows
-        )
+        token, logp, kept = sample(logits, settings.sampling, self.generator, noise_rows)
         for recorder in self.recorders:
             recorder.sampled(rows, kept, is_running)
         token = token.where(is_running, settings.pad_token_id)

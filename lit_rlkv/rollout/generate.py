@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_rlkv.checks import Range, check_temperature, is_whole
+from lit_rlkv.checks import Range, is_whole
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.decode_attention.launch import MAX_SPLITS
 from lit_rlkv.kvcache import CacheSpec
@@ -18,8 +18,8 @@ from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decode_loop import FinishedCallback, OnFinished, decode_all
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
-from lit_rlkv.rollout.sampling import Truncation
 from lit_rlkv.rollout.turns import Conversations, Turns
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Record, Rollout
 
 STOP_CHECK_EVERY = 16
@@ -63,7 +63,7 @@ def generate(
             transformers.
         temperature: temperature of the softmax; 0 decodes greedily, with log-prob 0 for every token.
         top_k, top_p, min_p: sample from likely tokens only, as in transformers and in its order; see
-            `lit_rlkv.rollout.sampling.Truncation`. Log-probs are of the renormalised distribution, and the
+            `lit_rlkv.settings.Sampling`. Log-probs are of the renormalised distribution, and the
             rollout records the tokens that were left, `sampling_masks`.
         generator: random numbers, on the model's device; the same state gives the same rollout.
         num_return_sequences: responses to each prompt, which is prefilled once for all of them. Response j to
@@ -109,7 +109,8 @@ def generate(
             "torch.Generator(device).manual_seed(0)"
         )
     is_prompt = attention_mask.bool()
-    _check_prompts(model, input_ids, is_prompt, max_new_tokens, temperature)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    _check_prompts(model, input_ids, is_prompt, max_new_tokens)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     if prefill_chunk is not None:
         Range(least=1).check("prefill_chunk", prefill_chunk, int, hint="None reads a prompt in one piece")
@@ -130,8 +131,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
             pad_token_id=pad_list[0],
-            temperature=temperature,
-            truncation=Truncation(top_k, top_p, min_p),
+            sampling=sampling,
         ),
         generator,
         cuda_graph=cuda_graph,
@@ -201,7 +201,7 @@ def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "bat
         rollout_logps=rows.logps,
         record=Record(**parts),
         kv_bytes=kv_bytes,
-        temperature=decoder.settings.temperature,
+        temperature=decoder.settings.sampling.temperature,
     )
 
 
@@ -210,7 +210,6 @@ def _check_prompts(
     input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Tensor,
     max_new_tokens: int,
-    temperature: float,
 ) -> None:
     if input_ids.ndim != 2 or input_ids.dtype != torch.long:
         raise ValueError(
@@ -218,7 +217,6 @@ def _check_prompts(
             f"{tuple(input_ids.shape)}; take them from tokenizer(texts, return_tensors='pt')"
         )
     Range(least=1).check("max_new_tokens", max_new_tokens, int)
-    check_temperature("temperature", temperature, is_greedy_allowed=True)
     if is_prompt.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, got "

@@ -36,10 +36,7 @@ class Parts:
 
     def __init__(self, cfg: Config) -> None:
         with as_config_errors("cache"):
-            control = ("target_overlap", "budget_bounds")
-            self.cache = CacheSpec(
-                **{key: each for key, each in vars(cfg.cache).items() if key not in control}
-            )
+            self.cache = CacheSpec.of(cfg.cache)
             """Of the config; a correction may sample rollouts with a dense one instead."""
         user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
         with as_config_errors("user_callbacks"):

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from lit_rlkv.config import AUTO, Config, ConfigError, as_config_errors, require
-from lit_rlkv.config.options import show
 from lit_rlkv.data.chat import format_prompt, last_end
 from lit_rlkv.data.chat_template import RESULT, choose_template
 from lit_rlkv.data.tokenizers import load_tokenizer
@@ -42,6 +41,7 @@ from lit_rlkv.runs.launch import WEIGHT_DTYPES, broadcast_from_rank_zero, fabric
 from lit_rlkv.runs.preflight import CheckedConfig
 from lit_rlkv.runs.resume import config_to_save, has_lost_checkpoints, warn_of_other_ranks
 from lit_rlkv.runs.starting_model import SFT_DONE, pretrained_path
+from lit_rlkv.settings import show
 from lit_rlkv.tasks import Task, UserTask
 from lit_rlkv.types import Problem
 

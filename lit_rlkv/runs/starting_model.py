@@ -25,13 +25,14 @@ from lit_rlkv.config import (
     is_local,
 )
 from lit_rlkv.config.errors import one_line
-from lit_rlkv.config.options import named_items, show
+from lit_rlkv.config.options import named_items
 from lit_rlkv.files import fingerprint, stamps
 from lit_rlkv.models.gguf import converted_gguf
 from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.run_files import BACKBONE
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.preflight import CheckedConfig
+from lit_rlkv.settings import show
 
 log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 10.0

@@ -1,7 +1,7 @@
 """A W&B sweep file: what it varies, and the command line of each of its runs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -18,8 +18,10 @@ from optuna.distributions import (
 )
 
 from lit_rlkv.config import CONF_DIR, SWEEPS_DIR, ConfigError, quoted, require
-from lit_rlkv.config.options import Node, convert, leaves, option
+from lit_rlkv.config.options import Node, convert, leaves
 from lit_rlkv.files import check_yaml, read_text
+from lit_rlkv.settings import PositiveInt, Text
+from lit_rlkv.settings import dataclass as settings
 from lit_rlkv.trust import KEY
 
 COMMAND = ("${env}", "python", "-m", "lit_rlkv.fit", "${args_no_hyphens}")
@@ -40,28 +42,40 @@ Values = dict[str, str]
 """What a run gives to each key that the sweep varies, as text for its command line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Metric:
     """The metric that compares runs."""
 
-    name: str = option("eval/accuracy", "a column of metrics.csv, or of the final evaluation")
-    goal: Literal["minimize", "maximize"] = option("maximize", "which values are better")
+    name: Text = "eval/accuracy"
+    """a column of metrics.csv, or of the final evaluation"""
+    goal: Literal["minimize", "maximize"] = "maximize"
+    """which values are better"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class SweepFile:
     """Keys of a sweep file."""
 
-    program: str = option(MISSING, "W&B needs it; write lit_rlkv/fit.py")
-    method: Literal["grid", "random", "bayes"] = option(MISSING, "how values are chosen")
-    parameters: Node = option(MISSING, "write key: {values: [...]}")
-    command: tuple[str, ...] = option(MISSING, f"write {list(COMMAND)}; W&B's default has hyphens")
-    metric: Node | None = option(None, "write metric: {name: eval/accuracy, goal: maximize}")
-    run_cap: int | None = option(None, "most runs of the whole sweep", least=1)
-    name: str | None = option(None, "of the sweep")
-    description: str | None = option(None, "for people")
-    project: str | None = option(None, "of W&B")
-    entity: str | None = option(None, "of W&B")
+    program: Text
+    """W&B needs it; write lit_rlkv/fit.py"""
+    method: Literal["grid", "random", "bayes"]
+    """how values are chosen"""
+    parameters: Node
+    """write key: {values: [...]}"""
+    command: tuple[Text, ...]
+    """write ["${env}", python, -m, lit_rlkv.fit, "${args_no_hyphens}"]; W&B's default has hyphens"""
+    metric: Node | None = None
+    """write metric: {name: eval/accuracy, goal: maximize}"""
+    run_cap: PositiveInt | None = None
+    """most runs of the whole sweep"""
+    name: Text | None = None
+    """of the sweep"""
+    description: Text | None = None
+    """for people"""
+    project: Text | None = None
+    """of W&B"""
+    entity: Text | None = None
+    """of W&B"""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from itertools import product
-from typing import get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.checks import MAX_NUMBER, MAX_WHOLE, Range
 from lit_rlkv.config import CONF_DIR, ConfigError, parse_config
 from lit_rlkv.config.commands import EvaluateConfig
-from lit_rlkv.config.options import check_leaves, convert, leaf_keys
+from lit_rlkv.config.options import check_leaves, convert
 from lit_rlkv.config.schema import Config, RewardConfig
 from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.objectives import corrections
 from lit_rlkv.objectives.preference import check_dpo
+from lit_rlkv.settings import item_of, leaf_keys
 from tests.config.asking import refusal
 from tests.hand_built import make_ppo, make_roles
 from tests.models_zoo import tiny_model
@@ -30,23 +31,23 @@ NOT_FINITE = (NAN, INF, -INF)
 TOO_LARGE = (10 * MAX_NUMBER, -10 * MAX_NUMBER, 10**25, 10**400)
 
 
-def kinds_of(kind):
-    """Return the types that a key or its items may have."""
-    inner = [get_args(one)[0] if get_origin(one) is tuple else one for one in (kind, *get_args(kind))]
-    return {each for one in inner for each in (one, *get_args(one))}
+def numbers_in(kind):
+    """Return the number types that a setting or its items may have, each with its range."""
+    if get_origin(kind) is Annotated and isinstance(get_args(kind)[1], Range):
+        return [get_args(kind)[:2]]
+    return [found for one in get_args(kind) for found in numbers_in(one)]
 
 
 def numeric_keys(schema):
-    return [
-        (key, kind, declared) for key, kind, declared in leaf_keys(schema) if {int, float} & kinds_of(kind)
-    ]
+    return {name: kind for name, key in leaf_keys(schema) if numbers_in(kind := key.rebuild_annotation())}
 
 
-def outside(kind, declared):
+def outside(kind):
     """Return numbers just outside of a range, and far outside."""
-    limit = MAX_NUMBER if float in kinds_of(kind) else MAX_WHOLE
-    low = declared.above if declared.least is None else declared.least - 1
-    high = declared.below if declared.most is None else declared.most + 1
+    [(number, limits)] = numbers_in(kind)
+    limit = MAX_WHOLE if number is int else MAX_NUMBER
+    low = limits.above if limits.least is None else limits.least - 1
+    high = limits.below if limits.most is None else limits.most + 1
     assert low is not None, "every number has a lower end"
     return [low, 10 * limit if high is None else high, *TOO_LARGE]
 
@@ -61,14 +62,14 @@ SWITCHED_OFF = "rollout.top_k"
 """A key that has one value only."""
 
 
-NUMBERS = [key for key, _, _ in numeric_keys(Config) if key != SWITCHED_OFF]
+NUMBERS = [key for key in numeric_keys(Config) if key != SWITCHED_OFF]
 
 
 @pytest.mark.parametrize("key", every_nth(8, NUMBERS))
 def test_every_number_of_a_run_is_refused_out_of_its_range(default, key):
-    kind, declared = next(found[1:] for found in numeric_keys(Config) if found[0] == key)
-    is_list = get_origin(kind) is tuple
-    for value in (*NOT_FINITE, True, "12a", *outside(kind, declared)):
+    kind = numeric_keys(Config)[key]
+    is_list = item_of(kind) is not None
+    for value in (*NOT_FINITE, True, "12a", *outside(kind)):
         changed = default.copy()
         OmegaConf.update(changed, key, [value] if is_list else value)
         with pytest.raises(ConfigError) as caught:
@@ -77,11 +78,11 @@ def test_every_number_of_a_run_is_refused_out_of_its_range(default, key):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", [key for key, _, _ in numeric_keys(EvaluateConfig)])
+@pytest.mark.parametrize("key", numeric_keys(EvaluateConfig))
 def test_every_number_of_an_evaluation_is_refused_out_of_its_range(key):
-    kind, declared = next(found[1:] for found in numeric_keys(EvaluateConfig) if found[0] == key)
-    is_list = get_origin(kind) is tuple or any(get_origin(one) is tuple for one in get_args(kind))
-    for value in (*NOT_FINITE, *outside(kind, declared)):
+    kind = numeric_keys(EvaluateConfig)[key]
+    is_list = item_of(kind) is not None
+    for value in (*NOT_FINITE, *outside(kind)):
         with pytest.raises(ConfigError, match=f"^{key}"):
             convert(EvaluateConfig, {"ckpt": "runs/x", key: [value] if is_list else value})
 

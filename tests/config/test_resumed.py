@@ -13,7 +13,7 @@ from tests.config.test_composing import answers
 def command_line(*arguments):
     """Return the config of a command line and its choices."""
     cfg = composed("config", arguments)
-    choices = Choices(dict(cfg.hydra.runtime.choices), list(cfg.hydra.overrides.task))
+    choices = Choices(dict(cfg.hydra.runtime.choices), tuple(cfg.hydra.overrides.task))
     return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), choices
 
 
@@ -118,8 +118,8 @@ def test_a_run_of_an_earlier_version_has_no_choices_and_is_resumed(tmp_path):
 
 
 def test_trust_in_modules_is_not_saved(tmp_path):
-    Choices({}, ["seed=3", "trusted_modules=[mypackage]"]).save(tmp_path)
-    assert Choices.load(tmp_path) == Choices({}, ["seed=3"])
+    Choices({}, ("seed=3", "trusted_modules=[mypackage]")).save(tmp_path)
+    assert Choices.load(tmp_path) == Choices({}, ("seed=3",))
 
 
 @pytest.mark.parametrize(

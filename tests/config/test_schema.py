@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from lit_rlkv.config import CONF_DIR, ConfigError, parse_config
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
-from lit_rlkv.config.options import convert, default_values, leaf_keys
+from lit_rlkv.config.options import convert, default_values
 from lit_rlkv.config.schema import AlgorithmConfig, Config, FabricConfig, KLConfig, RolesConfig, RolloutConfig
 from lit_rlkv.kernels.backend import KERNELS
 from lit_rlkv.models.layouts import LAYOUTS
@@ -16,6 +16,7 @@ from lit_rlkv.models.loading import QUANTIZATIONS
 from lit_rlkv.objectives.kl import ESTIMATORS
 from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.runs.launch import WEIGHT_DTYPES
+from lit_rlkv.settings import leaf_keys
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +34,13 @@ def with_value(cfg, path, value):
 def test_every_key_says_what_it_means():
     keys = [found for schema in (Config, EvaluateConfig, ExportConfig) for found in leaf_keys(schema)]
     assert len(keys) > 90
-    assert [key for key, _, declared in keys if len(declared.help) < 3] == []
+    assert [name for name, key in keys if len(key.description) < 3] == []
 
 
 def test_a_key_that_the_schema_lacks_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown key 'rollout\.n_prompt'; rollout takes n_prompts, "):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'rollout\.n_prompt'; rollout takes .*; did you mean n_prompts"
+    ):
         convert(RolloutConfig, {"n_prompt": 3}, "rollout")
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lit_rlkv import prepare_backbone
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.rollout.generate import as_rollout
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Rollout
 from tests.fuzz import explicit
 from tests.fuzz.harness import cases, run_cases
@@ -31,7 +32,7 @@ class Conversation(Case):
         is_prompt = torch.arange(width) >= width - torch.tensor(self.lens)[:, None]
         input_ids = torch.randint(1, VOCAB, (n_rows, width), generator=generator)
         n_new = sum(steps + max(given) + 1 for steps, given in self.turns) + 1
-        settings = DecodeSettings(n_new, torch.tensor([], dtype=torch.long), PAD, self.temperature)
+        settings = DecodeSettings(n_new, torch.tensor([], dtype=torch.long), PAD, Sampling(self.temperature))
         options |= {"cuda_graph": None, "prefill_chunk": self.prefill_chunk}
         decoder = Decoder(model, self.spec, n_rows, width, settings, generator, **options)
         with torch.no_grad():

@@ -11,6 +11,7 @@ from transformers import JambaConfig
 from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import FAMILIES, PAD, SIZE, VOCAB, build, ragged_prompts, tiny_model
 from tests.rollouts import (
@@ -70,7 +71,7 @@ def test_a_model_that_forgets_its_states_between_chunks_takes_prompts_in_one_pie
 
 
 def test_rows_without_room_or_that_ended_before_the_latest_step_are_not_fed():
-    settings = DecodeSettings(N_GIVEN, torch.arange(VOCAB), PAD, 1.0)  # every token is an end
+    settings = DecodeSettings(N_GIVEN, torch.arange(VOCAB), PAD, Sampling())  # every token is an end
     decoder = Decoder(
         tiny_model("qwen3"), spec_of("h2o"), len(LONG), max(LONG), settings, None, cuda_graph=None
     )

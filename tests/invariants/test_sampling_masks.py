@@ -14,7 +14,8 @@ from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.models import replay_logps
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
-from lit_rlkv.rollout.sampling import Truncation
+from lit_rlkv.rollout.sampling import keeps
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Rollout, SamplingMasks
 from tests.hand_built import ARMS, make_datamodule, make_module, make_roles, shift
 from tests.models_zoo import tiny_model
@@ -52,13 +53,13 @@ def recomputed(rollout: Rollout, model: PreTrainedModel, combination: str, n_mor
     """The rollout with the sets that a learner would choose itself; `n_more` ranks larger ones."""
     with torch.no_grad():
         logits = model.get_output_embeddings()(response_hidden(model, rollout, shadow=True))
-    truncation = Truncation(**truncation_of(combination))  # type: ignore[arg-type]
+    sampling = Sampling(**truncation_of(combination))  # type: ignore[arg-type]
     ordered, ids = logits.sort()
-    if truncation.top_k is not None:
+    if sampling.top_k is not None:
         is_kept = torch.zeros_like(ordered, dtype=torch.bool)
-        is_kept[:, -truncation.top_k :] = truncation.is_kept(ordered[:, -truncation.top_k :])
+        is_kept[:, -sampling.top_k :] = keeps(sampling, ordered[:, -sampling.top_k :])
     else:
-        is_kept = truncation.is_kept(ordered)
+        is_kept = keeps(sampling, ordered)
     counts = (is_kept.sum(1) + n_more).clamp(1, ordered.shape[1])
     place = torch.arange(ordered.shape[1])
     is_kept = place >= ordered.shape[1] - counts[:, None]

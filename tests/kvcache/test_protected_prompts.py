@@ -10,6 +10,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience.memory_needs import rollout_needs
 from lit_rlkv.kvcache import POLICIES, SlotCache
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout
 from tests.models_zoo import PAD, ragged_prompts, tiny_model
 from tests.rollouts import LENS, SIZES, TOLERANCE, gap, roll_out, spec_of
@@ -53,7 +54,7 @@ def test_rows_that_wait_and_prompts_read_in_chunks_keep_the_same_keys():
 
 def test_tokens_given_in_the_middle_of_a_response_are_no_prompt():
     device, n_given = torch.device("cpu"), 12
-    settings = DecodeSettings(N_NEW + n_given, torch.tensor([], dtype=torch.long), PAD, 1.0)
+    settings = DecodeSettings(N_NEW + n_given, torch.tensor([], dtype=torch.long), PAD, Sampling())
     spec = spec_of("streaming", protect_prompt=True)
     decoder = Decoder(tiny_model(), spec, 4, max(LENS), settings, None, cuda_graph=None)
     input_ids, mask = ragged_prompts(LENS)

@@ -214,7 +214,7 @@ def mask(*rows: list[int]) -> tuple[Tensor, Tensor]:
 
 REFUSED: list[tuple[dict[str, Any], tuple[Tensor, ...], str]] = [
     ({"max_new_tokens": 0}, (), r"max_new_tokens must be a whole number of at least 1, got 0"),
-    ({"temperature": -0.5}, (), r"temperature must be .*, got -0\.5; 0 decodes greedily"),
+    ({"temperature": -0.5}, (), r"temperature must be .*, got -0\.5 \(.*; 0: greedy\)"),
     ({}, mask([1, 1, 0]), "not left-padded; put padding first"),
     ({}, mask([1, 0, 1]), "not left-padded; put padding first"),
     ({}, mask([0, 0, 0], [1, 1, 1]), "a prompt is empty"),

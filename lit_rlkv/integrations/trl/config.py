@@ -1,13 +1,14 @@
 """EvictingGRPOConfig and EvictingRLOOConfig: TRL's configs with the KV cache of rollouts."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from trl import GRPOConfig, RLOOConfig
 
 from lit_rlkv.checks import Range, check_temperature
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.objectives.corrections import WeightFn, masked, truncated, unweighted
+from lit_rlkv.settings import Sampling
 
 CORRECTIONS: dict[str, WeightFn] = {
     "shadow": unweighted,
@@ -37,9 +38,7 @@ def _check_sampling(config: Any) -> None:
     bound = "give the longest completion, in tokens"
     Range(least=1).check("max_completion_length", config.max_completion_length, int, bound)
     check_temperature("temperature", config.temperature, is_greedy_allowed=False)
-    Range(least=0).check("top_k", config.top_k or 0, int, "0 keeps all tokens")
-    Range(above=0, most=1).check("top_p", config.top_p, hint="1 keeps all tokens")
-    Range(least=0, below=1).check("min_p", config.min_p or 0, hint="0 keeps all tokens")
+    config.sampling()
 
 
 @dataclass
@@ -90,6 +89,15 @@ class EvictingConfig:
                 f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}; choose one"
             )
 
+    def sampling(self) -> Sampling:
+        """Return how tokens are drawn, by TRL's own fields, of which `top_k=0` keeps all tokens.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        given: Any = self  # the fields are of TRL's config
+        return Sampling(given.temperature, given.top_k or None, given.top_p, given.min_p)
+
     def cache_spec(self) -> CacheSpec:
         """Return the cache of rollouts.
 
@@ -103,7 +111,7 @@ class EvictingConfig:
             sink=self.cache_sink,
             window=self.cache_window,
             protect_prompt=self.cache_protect_prompt,
-            dtype=self.cache_dtype,
+            dtype=cast(Any, self.cache_dtype),  # which the spec checks
         )
         if spec.is_trained:
             raise ValueError(

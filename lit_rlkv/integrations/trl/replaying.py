@@ -43,6 +43,7 @@ from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import replayed_routing, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
+from lit_rlkv.settings import SAMPLING
 from lit_rlkv.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -131,10 +132,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
                 max_new_tokens=self.max_completion_length,
                 eos_token_id=self.eos_token_ids,
                 pad_token_id=self._tokenizer.pad_token_id,
-                temperature=self.temperature,
-                top_k=self.args.top_k or None,
-                top_p=self.args.top_p,
-                min_p=self.args.min_p,
+                **self.args.sampling().options,
                 num_return_sequences=n,
                 record_routing=self.args.replay_routing,
             )
@@ -328,7 +326,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             )
 
 
-_OF_THE_TRAINER = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"} | {
+_OF_THE_TRAINER = {"do_sample", *SAMPLING, "repetition_penalty"} | {
     f"{name}_token_id" for name in ("bos", "eos", "pad")
 }
 """Options of a generation config that TRL's own or the tokenizer's take the place of."""
