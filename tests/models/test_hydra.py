@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import replay_logps
+from lit_rlkv.models.activations import checkpoint_layers, checkpointed_layers
 from lit_rlkv.models.adapters import (
     LoraSpec,
     active_adapter,
@@ -21,7 +22,7 @@ from lit_rlkv.models.adapters import (
     use_states,
 )
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.hydra import Roles, acting_as, checkpoint_layers, checkpointed_layers
+from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.replay import response_logps
 from lit_rlkv.rollout import generate
