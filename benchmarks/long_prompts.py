@@ -29,8 +29,8 @@ from text_table import text_table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lit_rlkv import CacheSpec, Rollout, prepare_backbone, replay_logps
-from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.activations import checkpoint_layers
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 
 NAME = "long_prompts"
 CACHE = CacheSpec("snapkv", budget=256, interval=64, sink=4, window=16)
