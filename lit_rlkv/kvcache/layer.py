@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lit_rlkv.kernels.backend import to_autocast_dtype
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.evict import choose_survivors, evict, record_evictions, take_slots
-from lit_rlkv.kernels.shadow_attention import replayed_attention
+from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kvcache.code_record import CodeRecord
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention, received_attention
@@ -163,9 +163,7 @@ class SlotLayer(CacheLayerMixin):
         if feed.most_held == 0:
             keys, values = key.read(), value.read()
             evicted_at = torch.where(feed.is_token[:, None], NEVER, 0).int()
-            out = replayed_attention(
-                query, keys, values, evicted_at, scaling, softcap=softcap, sink=self.sink
-            )
+            out = shadow_attention(query, keys, values, evicted_at, scaling, softcap=softcap, sink=self.sink)
         else:
             held = [pool.map(lambda part: part[feed.sources, :, : feed.most_held]) for pool in self._pools()]
             key, value = held[0].map(feed.join, key), held[1].map(feed.join, value)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lit_rlkv.kernels.evict import take_slots
-from lit_rlkv.kernels.shadow_attention import replayed_attention
+from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention
 from lit_rlkv.kvcache.layer import UNUSED, SlotLayer
@@ -46,7 +46,7 @@ class WindowLayer(SlotLayer):
             expiry = self.kind.expiry(feed.columns, feed.first[:, None]) - feed.columns[:, :1]
             evicted_at = expiry.where(feed.is_token, 0)[:, None].int()
             seen = (key.read(), value.read())
-            out = replayed_attention(query, *seen, evicted_at, scaling, softcap=softcap, sink=self.sink)
+            out = shadow_attention(query, *seen, evicted_at, scaling, softcap=softcap, sink=self.sink)
         else:
             seen = (
                 torch.cat([rings[0].read(), key.read()], dim=2),

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, replayed_attention
+from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, shadow_attention
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
@@ -68,7 +68,7 @@ class Replay:
         """Return the attention of layer `number`. A table of one layer or KV head is used for all."""
         layer = number if self.table_rows is None else self.table_rows[number]
         attend = partial(
-            replayed_attention,
+            shadow_attention,
             evicted_at=layer_table(self.record.evicted_at, layer, key.shape[1]),
             scaling=scaling,
             softcap=softcap,

@@ -1,29 +1,19 @@
 """Roles: policy, reference, reward model and critic on one backbone or several, by layout."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lit_rlkv.models.adapters import (
-    LoraSpec,
-    adapter_states,
-    add_adapter,
-    lora_layers,
-    use_adapter,
-    use_states,
-)
+from lit_rlkv.models.activations import checkpoint_layers, checkpointing
+from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.kv_scorer import KV_SCORER
 from lit_rlkv.models.layouts import LAYOUTS, ROLES, TRAINED
-from lit_rlkv.models.routing import given_experts, replayed_experts
 
 
 class Roles(nn.Module):
@@ -148,46 +138,6 @@ def make_head(backbone: PreTrainedModel, start: Mapping[str, Tensor] | None) -> 
     return head.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
 
 
-def checkpoint_layers(backbone: PreTrainedModel) -> None:
-    """Prepare activation checkpointing; each layer is recomputed with the adapter and experts of its forward.
-
-    peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
-    change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
-
-    Raises:
-        ValueError: the model has no layers that can be checkpointed.
-    """
-    layers = checkpointed_layers(backbone)
-    if not layers:
-        raise ValueError(
-            f"{type(backbone).__name__} has no layers that can be checkpointed; "
-            "use roles.gradient_checkpointing=false"
-        )
-
-    adapted = lora_layers(backbone)  # found once, because it walks through the whole model
-
-    def as_in_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _both(
-            use_states(adapted, adapter_states(adapted)), replayed_experts(backbone, given_experts(backbone))
-        )
-
-    function = partial(checkpoint, use_reentrant=False, context_fn=as_in_forward)
-    for layer in layers:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-
-
-@contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
-    with first, second:
-        yield
-
-
-def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers that transformers can checkpoint, whether or not they are now."""
-    return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
 @contextmanager
 def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
     """Activate the adapter of a role within a `with` block, and yield the role's backbone.
@@ -202,22 +152,3 @@ def acting_as(roles: Roles, role: str) -> Iterator[PreTrainedModel]:
     adapter = use_adapter(lora_layers(backbone), roles.layout.adapter[role])
     with adapter, checkpointing(backbone, roles.checkpoints_layers):
         yield backbone
-
-
-@contextmanager
-def checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
-    """Checkpoint the layers if gradients are enabled, in training and evaluation mode alike."""
-    layers = checkpointed_layers(backbone)
-    if not is_on and any(layer.gradient_checkpointing for layer in layers):
-        raise ValueError(
-            "transformers' gradient checkpointing is on, which recomputes layers with whichever adapter is "
-            "active in the backward pass; turn it off and use roles.gradient_checkpointing=true"
-        )
-    before = [layer.training for layer in layers]
-    try:
-        for layer in layers:
-            layer.training = is_on and torch.is_grad_enabled()
-        yield
-    finally:
-        for layer, was_training in zip(layers, before, strict=True):
-            layer.training = was_training

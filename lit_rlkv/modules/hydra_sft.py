@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from lit_rlkv.checks import Range
 from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
+from lit_rlkv.models.activations import checkpoint_layers, checkpointing
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
-from lit_rlkv.models.hydra import checkpoint_layers, checkpointing
 from lit_rlkv.models.preparation import has_finite_logits
 from lit_rlkv.modules.base import add_zero_grads_for_unused
 from lit_rlkv.objectives.preference import ranking_loss

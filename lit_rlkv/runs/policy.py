@@ -17,9 +17,10 @@ from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kernels.quantization import check_dim
+from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
 from lit_rlkv.models.backbone import head_dims, hidden_states, layer_kinds, n_embeddings, token_positions
-from lit_rlkv.models.hydra import Roles, checkpointed_layers
+from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of, read_kv_scorer
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.lm_head import model_body

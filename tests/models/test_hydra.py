@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.models import replay_logps
+from lit_rlkv.models.activations import checkpoint_layers, checkpointed_layers
 from lit_rlkv.models.adapters import (
     LoraSpec,
     active_adapter,
@@ -20,7 +21,7 @@ from lit_rlkv.models.adapters import (
     use_states,
 )
 from lit_rlkv.models.backbone import hidden_states, token_positions
-from lit_rlkv.models.hydra import Roles, acting_as, checkpoint_layers, checkpointed_layers
+from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.replay import response_logps
 from lit_rlkv.types import Rollout

@@ -5,7 +5,7 @@ from lit_rlkv.data.demonstrations import PreferenceDataModule
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.models import prepare_backbone
-from lit_rlkv.models.hydra import checkpointed_layers
+from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.tasks import ChainSum

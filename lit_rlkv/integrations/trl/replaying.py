@@ -28,6 +28,7 @@ from lit_rlkv.integrations.trl.batches import (
 from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
 from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.activations import checkpoint_layers
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import (
     head_is_frozen,
@@ -37,7 +38,6 @@ from lit_rlkv.models.backbone import (
     text_config,
     token_positions,
 )
-from lit_rlkv.models.hydra import checkpoint_layers
 from lit_rlkv.models.learner import ForwardInput, each_token_once
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import replayed_routing, routers_of

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import with_triton
-from lit_rlkv.kernels.shadow_attention import blocks
+from lit_rlkv.kernels.shadow_attention import blocks, reference
 from lit_rlkv.kernels.shadow_attention.plan import SlotPlan, layer_table, plan_slots
 from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
@@ -14,7 +14,6 @@ __all__ = [
     "SlotPlan",
     "layer_table",
     "plan_slots",
-    "replayed_attention",
     "shadow_attention",
     "shadow_attention_with_lse",
 ]
@@ -32,22 +31,5 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) 
 
 shadow_attention = with_triton(blocks.shadow_attention, _load_kernels, chosen_by="query", fits=_fits)
 shadow_attention_with_lse = with_triton(
-    blocks.shadow_attention_with_lse, _load_kernels, chosen_by="query", fits=_fits
+    reference.shadow_attention_with_lse, _load_kernels, chosen_by="query", fits=_fits
 )
-
-
-def replayed_attention(
-    query: Tensor, key: Tensor, value: Tensor, *args: Any, sink: Tensor | None = None, **options: Any
-) -> Tensor:
-    """Return `shadow_attention`, whose softmax also has a logit without a value for each head.
-
-    With a sink s it is out · exp(lse) / (exp(lse) + exp(s)), so that the kernels need no case of their own.
-
-    Args:
-        sink: a logit of each query head; None: none. Gradients flow to it.
-    """
-    if sink is None:
-        return shadow_attention(query, key, value, *args, **options)
-    out, lse = shadow_attention_with_lse(query, key, value, *args, **options)
-    share = (lse - sink.flatten()[:, None]).sigmoid()
-    return out * share[..., None].to(out.dtype)

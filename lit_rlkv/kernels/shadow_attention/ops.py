@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from lit_rlkv.kernels.backend import in_autocast_dtype, on_tensor_device, register_operation, with_unit_stride
 from lit_rlkv.kernels.shadow_attention import launch
 from lit_rlkv.kernels.shadow_attention.plan import BLOCK, SlotPlan
+from lit_rlkv.kernels.shadow_attention.reference import beside_sink
 from lit_rlkv.types import NEVER
 
 MIN_BLOCK = 16
@@ -72,9 +73,12 @@ def _gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, .
 torch.library.register_autograd("lit_rlkv::shadow_attention_forward", _gradients, setup_context=_save)
 
 
-def shadow_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Tensor:
+def shadow_attention(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, sink: Tensor | None = None, **settings: Any
+) -> Tensor:
     """Run the definition's operation in Triton; the output is laid out as [batch seq head dim_v]."""
-    return shadow_attention_with_lse(query, key, value, *args, **settings)[0]
+    out, lse = shadow_attention_with_lse(query, key, value, *args, **settings)
+    return out if sink is None else beside_sink(out, lse, sink)
 
 
 @in_autocast_dtype

@@ -26,6 +26,7 @@ def shadow_attention(
     *,
     softcap: float | None = None,
     plan: SlotPlan | None = None,
+    sink: Float[Tensor, "*head"] | None = None,
 ) -> Float[Tensor, "batch head seq dim_v"]:
     """Return softmax(q·kᵀ·scaling) v over keys k <= q < evicted_at[k], and 0 where there is none (padding).
 
@@ -34,8 +35,22 @@ def shadow_attention(
         plan: made from this layer's `evicted_at`. With it the Triton kernels do work in proportion to the
             cached keys, without it that of dense causal attention; results are the same up to rounding. The
             definition ignores it.
+        sink: a logit of each query head in the softmax, without a value; None: none.
     """
-    return masked_attention(query, key, value, visible(evicted_at), scaling, softcap)
+    if sink is None:
+        return masked_attention(query, key, value, visible(evicted_at), scaling, softcap)
+    found = masked_attention_with_lse(query, key, value, visible(evicted_at), scaling, softcap)
+    return beside_sink(*found, sink)
+
+
+def beside_sink(
+    out: Float[Tensor, "batch head query dim_v"],
+    lse: Float[Tensor, "batch head query"],
+    sink: Float[Tensor, "*head"],
+) -> Float[Tensor, "batch head query dim_v"]:
+    """Return an attention's output with a sink s in its softmax: out · exp(lse) / (exp(lse) + exp(s))."""
+    share = (lse - sink.flatten()[:, None]).sigmoid()
+    return out * share[..., None].to(out.dtype)
 
 
 def masked_attention(

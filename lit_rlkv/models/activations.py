@@ -1,0 +1,264 @@
+"""What the backward pass of a backbone keeps: layer inputs alone, on the device or in host memory.
+
+A layer that is recomputed runs its MLP, whose activations are the widest, in tiles of tokens
+(arXiv:2506.13996). Gradients are those of the plain layers but for rounding.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lit_rlkv.models.adapters import adapter_states, lora_layers, use_states
+from lit_rlkv.models.routing import given_experts, replayed_experts
+
+TILE = 4096
+"""Tokens of which a recomputed MLP keeps activations at a time."""
+MLP_NAMES = ("mlp", "feed_forward")
+ROUTING_NAMES = ("gate", "router", "experts")
+"""Children of an MLP that sends tokens to experts, which needs all tokens of the batch at once."""
+
+Restored = Callable[[], AbstractContextManager[None]]
+"""Makes a block in which a module computes as it did in its forward."""
+
+
+def checkpoint_layers(backbone: PreTrainedModel, *, on_host: bool = False) -> None:
+    """Prepare activation checkpointing; each layer is recomputed with the adapter and experts of its forward.
+
+    peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
+    change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
+
+    Args:
+        on_host: keep the inputs of layers in host memory until they are recomputed.
+
+    Raises:
+        ValueError: the model has no layers that can be checkpointed.
+    """
+    layers = checkpointed_layers(backbone)
+    if not layers:
+        raise ValueError(
+            f"{type(backbone).__name__} has no layers that can be checkpointed; "
+            "use roles.gradient_checkpointing=false"
+        )
+    adapted = lora_layers(backbone)  # found once, because it walks through the whole model
+
+    def as_now() -> AbstractContextManager[None]:
+        states, experts = adapter_states(adapted), given_experts(backbone)
+        return _in_turn(
+            use_states(adapted, states), replayed_experts(backbone, experts), _training(layers, is_on=True)
+        )
+
+    function = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), as_now()))
+    if on_host:
+        function = partial(HostMemory().keeping, function)
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+        for name, mlp in layer.named_children():
+            if name in MLP_NAMES and (_is_tiled(mlp) or _is_tokenwise(mlp)):
+                own = mlp.forward.args[0] if _is_tiled(mlp) else mlp.forward
+                mlp.forward = partial(_in_tiles, own, layer, mlp, as_now)
+
+
+@contextmanager
+def _in_turn(*blocks: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield
+
+
+def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the layers that transformers can checkpoint, whether or not they are now."""
+    return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
+    """Checkpoint the layers if gradients are enabled, in training and evaluation mode alike."""
+    layers = checkpointed_layers(backbone)
+    if not is_on and any(layer.gradient_checkpointing for layer in layers):
+        raise ValueError(
+            "transformers' gradient checkpointing is on, which recomputes layers with whichever adapter is "
+            "active in the backward pass; turn it off and use roles.gradient_checkpointing=true"
+        )
+    with _training(layers, is_on and torch.is_grad_enabled()):
+        yield
+
+
+@contextmanager
+def _training(layers: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
+    """Set the mode of the layers, which decides if transformers checkpoints them, but not of their parts."""
+    before = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.training = is_on
+        yield
+    finally:
+        for layer, was_training in zip(layers, before, strict=True):
+            layer.training = was_training
+
+
+class HostMemory:
+    """Keeps what is saved for the backward pass in host memory, and brings it back one tensor ahead of it.
+
+    On CUDA the copies are pinned and made by a stream of their own, beside the computation.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._latest: Callable[[], _Kept | None] = lambda: None
+
+    def keeping(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)`, of which it keeps what is saved by `function` itself."""
+        with saved_tensors_hooks(self._put, self._take):
+            return function(*args)
+
+    def _put(self, tensor: Tensor) -> "_Kept":
+        if tensor.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        kept = _Kept(tensor, self._stream, self._latest)
+        self._latest = weakref.ref(kept)
+        return kept
+
+    def _take(self, kept: "_Kept") -> Tensor:
+        found = kept.take()
+        if (before := kept.before()) is not None:  # the backward pass goes from the last layer to the first
+            before.fetch()
+        return found
+
+
+class _Kept:
+    """A tensor in host memory."""
+
+    def __init__(
+        self, tensor: Tensor, stream: torch.cuda.Stream | None, before: "Callable[[], _Kept | None]"
+    ) -> None:
+        self.before = before
+        """What was kept before it, if that still exists."""
+        self._device, self._stream = tensor.device, stream
+        self._found: Tensor | None = None
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+        with self._beside():
+            self._copy.copy_(tensor, non_blocking=True)
+        if stream is not None:
+            tensor.record_stream(stream)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Within this block, work is put on the stream of copies, after what is queued now."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def fetch(self) -> None:
+        """Begin to bring it back to its device."""
+        if self._found is None:
+            with self._beside():
+                self._found = self._copy.to(self._device, non_blocking=True, copy=True)
+
+    def take(self) -> Tensor:
+        """Return it on its device."""
+        self.fetch()
+        found, self._found = self._found, None
+        assert found is not None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            found.record_stream(current)
+        return found
+
+
+def _is_tiled(mlp: nn.Module) -> bool:
+    return isinstance(mlp.forward, partial) and mlp.forward.func is _in_tiles
+
+
+def _is_tokenwise(mlp: nn.Module) -> bool:
+    """True if a module maps each token alone."""
+    n_inputs = len(signature(mlp.forward).parameters)
+    return n_inputs == 1 and not any(hasattr(mlp, name) for name in ROUTING_NAMES)
+
+
+def _in_tiles(
+    forward: Callable[[Tensor], Tensor],
+    layer: nn.Module,
+    mlp: nn.Module,
+    as_now: Restored,
+    hidden: Float[Tensor, "*lead dim"],
+) -> Float[Tensor, "*lead dim"]:
+    """Return an MLP's output, tile by tile where its layer is checkpointed."""
+    if not (layer.training and torch.is_grad_enabled()) or hidden.shape[:-1].numel() <= TILE:
+        return forward(hidden)
+    trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+    # Saved first and alone: then the layer's recomputation ends here, before its MLP.
+    hidden = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    out: Tensor = _Tiles.apply(hidden, hidden.grad_fn, forward, as_now(), *trained)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Saved(torch.autograd.Function):
+    """Saves its input and returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Tiles(torch.autograd.Function):
+    """Applies a module to tiles of tokens, and again in the backward pass, to one tile at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        saved: Any,
+        forward: Callable[[Tensor], Tensor],
+        as_in_forward: AbstractContextManager[None],
+        *trained: Tensor,
+    ) -> Tensor:
+        device = hidden.device.type
+        ctx.saved, ctx.module, ctx.as_in_forward, ctx.trained = saved, forward, as_in_forward, trained
+        ctx.autocast = partial(
+            torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        )
+        return torch.cat([forward(tile) for tile in _tiles(hidden)], dim=1).view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved.saved_tensors
+        d_tiles: list[Tensor] = []
+        totals: list[Tensor | None] = [None] * len(ctx.trained)
+        with ctx.as_in_forward, ctx.autocast(), torch.enable_grad():
+            for tile, d_tile in zip(_tiles(hidden), _tiles(d_out), strict=True):
+                leaf = tile.detach().requires_grad_()
+                found = torch.autograd.grad(ctx.module(leaf), [leaf, *ctx.trained], d_tile, allow_unused=True)
+                d_tiles.append(found[0])
+                totals = [
+                    part if total is None else total if part is None else total + part
+                    for total, part in zip(totals, found[1:], strict=True)
+                ]
+        return torch.cat(d_tiles, dim=1).view(hidden.shape), None, None, None, *totals
+
+
+def _tiles(values: Float[Tensor, "*lead dim"]) -> tuple[Float[Tensor, "1 token dim"], ...]:
+    return values.reshape(1, -1, values.shape[-1]).split(TILE, dim=1)
