@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_rlkv.kernels.decode_attention import decode_attention
-from lit_rlkv.kernels.shadow_attention import replayed_attention
+from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kernels.shadow_attention.reference import visible
 from lit_rlkv.kvcache.feed_attention import received_attention
 from lit_rlkv.types import NEVER
@@ -67,7 +67,7 @@ def test_the_learners_attention_and_its_gradients_have_the_sink(kernels):
         return weights / (weights.sum(-1, keepdim=True) + sink.exp()[None, :, None, None]) @ value
 
     def ours(query, key, value, sink):
-        return replayed_attention(query, key, value, evicted_at, 0.4, sink=sink, kernels=kernels)
+        return shadow_attention(query, key, value, evicted_at, 0.4, sink=sink, kernels=kernels)
 
     for found, wanted in zip(gradients(ours), gradients(expected), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -46,13 +46,50 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("attend", [without_lse, blocks.shadow_attention_with_lse])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize(("group", "softcap"), [(1, None), (3, 2.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_as_accurate_as_the_definition(attend, table, group, softcap, dtype):
+def test_blocks_are_as_accurate_as_the_definition(table, group, softcap, dtype):
     case = make_case(61, group, TABLES[table], softcap=softcap)
-    assert max(excess_errors(attend, case, dtype).values()) <= bound(dtype)
+    assert max(excess_errors(without_lse, case, dtype).values()) <= bound(dtype)
+
+
+def with_sink(attend, case: Case, n_value_dims: int | None = None) -> list[torch.Tensor]:
+    """Output and gradients of an attention with a sink of each head."""
+    generator = torch.Generator().manual_seed(3)
+    sink = torch.randn(case.query.shape[1], generator=generator, dtype=case.query.dtype)
+    given = (case.query, case.key, case.value[..., :n_value_dims], sink)
+    leaves = [each.detach().clone().requires_grad_() for each in given]
+    out = attend(*leaves[:3], case.evicted_at, case.scaling, softcap=case.softcap, sink=leaves[3])
+    upstream = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("group", "softcap", "n_value_dims"), [(1, None, 3), (3, None, None), (2, 2.0, None)]
+)
+def test_sinks_of_blocks_and_their_gradients_are_those_of_the_definition(table, group, softcap, n_value_dims):
+    case = make_case(61, group, TABLES[table], softcap=softcap).to(torch.float64)
+    expected = with_sink(reference.shadow_attention, case, n_value_dims)
+    for found, right in zip(with_sink(blocks.shadow_attention, case, n_value_dims), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_without_the_share_of_the_sink_are_found(monkeypatch: pytest.MonkeyPatch):
+    case = make_case(61, 2, TABLES["cache"]).to(torch.float64)
+    expected = with_sink(reference.shadow_attention, case)
+    backward = blocks._Library.backward
+
+    def of_the_block_alone(self, block, d_out, out, lse):
+        own, own_lse = self.forward(block)
+        return backward(self, block, d_out, own, own_lse.masked_fill(own_lse == -torch.inf, 0.0))
+
+    monkeypatch.setattr(blocks._Library, "backward", of_the_block_alone)
+    found = with_sink(blocks.shadow_attention, case)
+    errors = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+    assert errors[0] < 1e-10
+    assert min(errors[1:4]) > 1e-3
 
 
 def dense(*ranges: tuple[int, int], seq: int = 61) -> torch.Tensor:
@@ -78,17 +115,16 @@ def test_rows_that_are_not_causal_take_blocks(row, column, value):
     assert max(excess_errors(without_lse, make_case(61, 2, evicted_at), torch.float32).values()) <= 8
 
 
-@pytest.mark.parametrize("attend", [without_lse, blocks.shadow_attention_with_lse])
 @pytest.mark.parametrize("wrong", ["off by one", "a key missing from a list"])
-def test_the_comparison_catches_wrong_keys(attend, wrong, monkeypatch):
+def test_the_comparison_catches_wrong_keys(wrong, monkeypatch):
     def mistaken(query, key, value, evicted_at, *args, **settings):
         if wrong == "off by one":
             evicted_at = evicted_at + (evicted_at > 0)
-        return attend(query, key, value, evicted_at, *args, **settings)
+        return without_lse(query, key, value, evicted_at, *args, **settings)
 
     if wrong != "off by one":
-        cached_in = blocks.CachedBlocks.cached_in
-        monkeypatch.setattr(blocks.CachedBlocks, "cached_in", lambda *args: cached_in(*args).roll(1, 1))
+        n_keys = blocks._n_keys_of_blocks
+        monkeypatch.setattr(blocks, "_n_keys_of_blocks", lambda table: [n - 1 for n in n_keys(table)])
     case = make_case(61, 2, TABLES["cache"])
     errors = excess_errors(mistaken, case, torch.float32)
     assert min(errors[name] for name in ("out", "d_query", "d_key", "d_value")) > 1000
@@ -124,5 +160,10 @@ def saved_numbers(attend, case: Case) -> int:
 def test_no_square_is_held_for_the_backward_pass():
     case = make_case(600, 2, windows(600)).to(torch.float32)
     n_tokens = 2 * 600
-    assert saved_numbers(blocks.shadow_attention_with_lse, case) < 400 * n_tokens
+
+    def alone(*args, **settings):
+        out = blocks.shadow_attention(*args, **settings)
+        return out, out.sum(-1)
+
+    assert saved_numbers(alone, case) < 400 * n_tokens
     assert saved_numbers(reference.shadow_attention_with_lse, case) > 4 * 600 * n_tokens

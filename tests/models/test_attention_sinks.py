@@ -26,7 +26,7 @@ def test_replay_is_exact(policy):
 
 
 def test_loading_catches_a_sink_that_is_left_out(monkeypatch):
-    own = attention.replayed_attention
-    monkeypatch.setattr(attention, "replayed_attention", lambda *args, sink, **options: own(*args, **options))
+    own = attention.shadow_attention
+    monkeypatch.setattr(attention, "shadow_attention", lambda *args, sink, **options: own(*args, **options))
     with pytest.raises(ValueError, match="cannot be replayed"):
         prepare_backbone(gpt_oss())

@@ -138,7 +138,7 @@ def without_cap(attend: Callable[..., Any]) -> Callable[..., Any]:
 IN_PREFILL = (SlotLayer, "_feed")
 IN_DECODING = (SlotLayer, "_decode")
 IN_CACHE = (SlotLayer, "attend")
-IN_REPLAY = (attention, "replayed_attention")
+IN_REPLAY = (attention, "shadow_attention")
 
 
 @pytest.mark.parametrize(
