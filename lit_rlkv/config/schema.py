@@ -263,8 +263,9 @@ class RolesConfig:
     """reward: the critic's head starts from the reward head"""
     value_view: Literal["shadow", "dense"] = "shadow"
     """keys that the critic sees: those that the sampler saw, or all"""
-    gradient_checkpointing: Bool = False
-    """recompute layers in the backward pass: less memory, one more forward"""
+    gradient_checkpointing: Bool | Literal["host"] = False
+    """recompute layers in the backward pass, MLPs in tiles of 4,096 tokens: less memory, one more forward;
+    host: what is kept, the inputs of layers, is in host memory"""
     stack_passes: Bool = False
     """score reference, reward and value as one batch"""
 

@@ -137,7 +137,7 @@ def explain_update(
     n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
     helps = [
         *_smaller_passes(shape, tokens_per_pass),
-        *([] if roles.checkpoints_layers else ["set roles.gradient_checkpointing=true"]),
+        *_kept_less(roles),
         f"lower rollout.max_new_tokens={settings.max_new_tokens}",
         "train fewer parameters (roles=hydra, roles.rank)",
     ]
@@ -145,6 +145,14 @@ def explain_update(
         f"out of memory in the update, {_pass_size(shape, tokens_per_pass)}, and {n_trained:,} parameters "
         f"that train; {_any_of(helps)}"
     )
+
+
+def _kept_less(roles: Roles) -> list[str]:
+    """Return the setting with which the backward pass keeps less on the device; none if there is no more."""
+    if not roles.checkpoints_layers:
+        return ["set roles.gradient_checkpointing=true"]
+    is_on_device = roles.backbone("policy").device.type != "cpu" and roles.checkpoints_layers != "host"
+    return ["set roles.gradient_checkpointing=host"] if is_on_device else []
 
 
 def _any_of(helps: Sequence[str]) -> str:

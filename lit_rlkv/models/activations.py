@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -29,6 +29,8 @@ MLP_NAMES = ("mlp", "feed_forward")
 ROUTING_NAMES = ("gate", "router", "experts")
 """Children of an MLP that sends tokens to experts, which needs all tokens of the batch at once."""
 
+Checkpoints = bool | Literal["host"]
+"""False: all activations are kept; True: the inputs of layers; host: these in host memory."""
 Restored = Callable[[], AbstractContextManager[None]]
 """Makes a block in which a module computes as it did in its forward."""
 
@@ -66,8 +68,8 @@ def checkpoint_layers(backbone: PreTrainedModel, *, on_host: bool = False) -> No
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
         for name, mlp in layer.named_children():
-            if name in MLP_NAMES and (_is_tiled(mlp) or _is_tokenwise(mlp)):
-                own = mlp.forward.args[0] if _is_tiled(mlp) else mlp.forward
+            own = _own_forward(mlp)
+            if name in MLP_NAMES and _is_tokenwise(mlp, own):
                 mlp.forward = partial(_in_tiles, own, layer, mlp, as_now)
 
 
@@ -85,7 +87,7 @@ def checkpointed_layers(backbone: PreTrainedModel) -> list[GradientCheckpointing
 
 
 @contextmanager
-def checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
+def checkpointing(backbone: PreTrainedModel, is_on: Checkpoints) -> Iterator[None]:
     """Checkpoint the layers if gradients are enabled, in training and evaluation mode alike."""
     layers = checkpointed_layers(backbone)
     if not is_on and any(layer.gradient_checkpointing for layer in layers):
@@ -93,7 +95,7 @@ def checkpointing(backbone: PreTrainedModel, is_on: bool) -> Iterator[None]:
             "transformers' gradient checkpointing is on, which recomputes layers with whichever adapter is "
             "active in the backward pass; turn it off and use roles.gradient_checkpointing=true"
         )
-    with _training(layers, is_on and torch.is_grad_enabled()):
+    with _training(layers, bool(is_on) and torch.is_grad_enabled()):
         yield
 
 
@@ -127,7 +129,7 @@ class HostMemory:
 
     def _put(self, tensor: Tensor) -> "_Kept":
         if tensor.is_cuda and self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         kept = _Kept(tensor, self._stream, self._latest)
         self._latest = weakref.ref(kept)
         return kept
@@ -183,13 +185,21 @@ class _Kept:
         return found
 
 
-def _is_tiled(mlp: nn.Module) -> bool:
-    return isinstance(mlp.forward, partial) and mlp.forward.func is _in_tiles
+def _own_forward(mlp: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module as it was before it was cut into tiles."""
+    forward: Any = mlp.forward
+    return cast(Callable[..., Any], forward.args[0]) if is_tiled(mlp) else forward
 
 
-def _is_tokenwise(mlp: nn.Module) -> bool:
+def is_tiled(mlp: nn.Module) -> bool:
+    """True for a module that runs in tiles while its layer is checkpointed."""
+    forward: Any = mlp.forward
+    return isinstance(forward, partial) and forward.func is _in_tiles
+
+
+def _is_tokenwise(mlp: nn.Module, forward: Callable[..., Any]) -> bool:
     """True if a module maps each token alone."""
-    n_inputs = len(signature(mlp.forward).parameters)
+    n_inputs = len(signature(forward).parameters)
     return n_inputs == 1 and not any(hasattr(mlp, name) for name in ROUTING_NAMES)
 
 
@@ -261,4 +271,4 @@ class _Tiles(torch.autograd.Function):
 
 
 def _tiles(values: Float[Tensor, "*lead dim"]) -> tuple[Float[Tensor, "1 token dim"], ...]:
-    return values.reshape(1, -1, values.shape[-1]).split(TILE, dim=1)
+    return torch.split(values.reshape(1, -1, values.shape[-1]), TILE, dim=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.models.activations import checkpoint_layers, checkpointing
+from lit_rlkv.models.activations import Checkpoints, checkpoint_layers, checkpointing
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
@@ -26,7 +26,7 @@ class Roles(nn.Module):
         load: returns a new prepared backbone for a role; called once for each backbone of the layout.
         reward_head: trained weights of a `ScalarHead`; required for the reward role.
         value_head: initial weights of the value head; None starts at zero.
-        checkpoints_layers: store only layer inputs for the backward pass and recompute the rest.
+        checkpoints_layers: keep only the inputs of layers for the backward pass and recompute the rest.
 
     Raises:
         ValueError: the layout or a role is unknown, the adapters match no module, or the reward role has no
@@ -42,7 +42,7 @@ class Roles(nn.Module):
         needed: Collection[str] = ("policy", "reference"),
         reward_head: Mapping[str, Tensor] | None = None,
         value_head: Mapping[str, Tensor] | None = None,
-        checkpoints_layers: bool = False,
+        checkpoints_layers: Checkpoints = False,
     ) -> None:
         super().__init__()
         if layout not in LAYOUTS:
@@ -68,7 +68,7 @@ class Roles(nn.Module):
         self.checkpoints_layers = checkpoints_layers
         if checkpoints_layers:
             for name in self.backbones:
-                checkpoint_layers(self.named_backbone(name))
+                checkpoint_layers(self.named_backbone(name), on_host=checkpoints_layers == "host")
 
     def backbone(self, role: str) -> PreTrainedModel:
         """Return the backbone of a role; its adapters are not changed.

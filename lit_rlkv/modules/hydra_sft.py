@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.checks import Range
 from lit_rlkv.data.demonstrations import DemonstrationBatch, SFTBatch, dense_hidden
 from lit_rlkv.kernels.token_logps import token_logps
-from lit_rlkv.models.activations import checkpoint_layers, checkpointing
+from lit_rlkv.models.activations import Checkpoints, checkpoint_layers, checkpointing
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.heads import ScalarHead, last_token
 from lit_rlkv.models.preparation import has_finite_logits
@@ -36,7 +36,7 @@ class HydraSFT(L.LightningModule):
         backbone: a prepared backbone; all its parameters train.
         make_optimizer: makes an optimizer from parameters.
         reward_head: a head to continue training; None starts at zero.
-        checkpoints_layers: store only layer inputs for the backward pass and recompute the rest.
+        checkpoints_layers: keep only the inputs of layers for the backward pass and recompute the rest.
         n_steps: total optimizer steps, including `n_warmup_steps`.
 
     Raises:
@@ -54,7 +54,7 @@ class HydraSFT(L.LightningModule):
         n_steps: int,
         n_warmup_steps: int,
         reward_head: ScalarHead | None = None,
-        checkpoints_layers: bool = False,
+        checkpoints_layers: Checkpoints = False,
     ) -> None:
         super().__init__()
         for name, weight in {"lm_weight": lm_weight, "reward_weight": reward_weight}.items():

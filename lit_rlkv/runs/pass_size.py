@@ -18,6 +18,7 @@ from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, compute_d
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.activations import TILE, Checkpoints
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -149,20 +150,23 @@ def machine_memory() -> int:
     return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
-def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layers: bool) -> int:
+def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layers: Checkpoints) -> int:
     """Return the bytes that the forward of a row of `n_columns` keeps for its backward pass, by estimate.
 
     In 16 bits a layer keeps s·h·(34 + 5·a·s/h) bytes, with s columns, hidden size h and a heads, and s·h·34
     where attention weights are not kept (Korthikanti et al. 2022, arXiv:2205.05198): in kernels, and in long
-    rows in plain torch. With checkpoints only its input of 2·s·h stays, and one layer at a time is computed
-    again; a trained scorer of evictions also keeps the keys and values of all layers.
+    rows in plain torch; 19 of the 34 are its MLP's. With checkpoints only its input of 2·s·h stays, of two
+    layers alone if it is kept in host memory, and one layer at a time is computed again, its MLP in tiles. A
+    trained scorer of evictions also keeps the keys and values of all layers.
     """
     config, dtype = text_config(backbone), compute_dtype(backbone)
     n_layers, dim = int(config.num_hidden_layers), int(config.hidden_size)
     is_fused = uses_triton(torch.empty(0, dtype=dtype, device=backbone.device))
     of_attention = 0 if is_fused or n_columns >= LONG else 5 * int(config.num_attention_heads) * n_columns
-    of_layer = n_columns * (34 * dim + of_attention)
-    n_bytes = 2 * n_layers * n_columns * dim + of_layer if checkpoints_layers else n_layers * of_layer
+    n_kept = min(n_layers, 2) if checkpoints_layers == "host" else n_layers
+    n_in_mlp = min(n_columns, TILE) if checkpoints_layers else n_columns
+    of_layer = n_columns * (15 * dim + of_attention) + n_in_mlp * 19 * dim
+    n_bytes = 2 * n_kept * n_columns * dim + of_layer if checkpoints_layers else n_layers * of_layer
     scorer = kv_scorer_of(backbone)
     if checkpoints_layers and scorer is not None and any(p.requires_grad for p in scorer.parameters()):
         n_bytes += 4 * n_layers * n_columns * n_kv_heads(backbone) * max(head_dims(backbone))

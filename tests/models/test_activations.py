@@ -58,7 +58,7 @@ def gradients(model: nn.Module, *, is_on: bool = True) -> tuple[Tensor, ...]:
 
 
 def tiled(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if activations._is_tiled(module)]
+    return [module for module in model.modules() if activations.is_tiled(module)]
 
 
 def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:

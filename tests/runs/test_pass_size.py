@@ -51,6 +51,11 @@ def test_the_bytes_of_a_row_are_the_published_estimate():
     assert bytes_of_row(backbone, 10, checkpoints_layers=False) == 2 * 4 * 10 * (1088 + 200)
     # of four layers one, and the inputs of all: 4 · 10 · 32 · 4 bytes
     assert bytes_of_row(backbone, 10, checkpoints_layers=True) == 2 * 10 * (1088 + 200) + 4 * 10 * 32 * 4
+    # of two layers alone if they are in host memory
+    assert bytes_of_row(backbone, 10, checkpoints_layers="host") == 2 * 10 * (1088 + 200) + 2 * 10 * 32 * 4
+    # MLPs in tiles of 4,096 tokens, 19 · 32 of the 34 · 32 bytes
+    tiled = 2 * (5000 * 15 * 32 + 4096 * 19 * 32) + 4 * 5000 * 32 * 4
+    assert bytes_of_row(backbone, 5000, checkpoints_layers=True) == tiled
     with use_kernels("triton"):  # which keeps no attention weights
         assert bytes_of_row(backbone, 10, checkpoints_layers=False) == 2 * 4 * 10 * 1088
 

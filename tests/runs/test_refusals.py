@@ -225,7 +225,10 @@ MISTAKES = [
     (["+user_callbacks.a=null"], "user_callbacks.a must name its class or function in _target_, got null"),
     (["algorithm.loss._partial_=1e39"], "algorithm.loss._partial_ must"),
     (["optimizer._partial_=1"], "optimizer._partial_ must be true or false, got 1"),
-    (["roles.gradient_checkpointing=no"], "roles.gradient_checkpointing must be true or false, got no"),
+    (
+        ["roles.gradient_checkpointing=no"],
+        "roles.gradient_checkpointing must be true or false or host, got no",
+    ),
     (
         ["algorithm.max_grad_norm=abc"],
         "algorithm.max_grad_norm must be a number above 0 or null, got abc",

@@ -174,11 +174,12 @@ class _Block:
 
     def unpacked(self, values: Tensor) -> Tensor:
         """Return [table, head · group, query, dim]; the inverse of `packed`."""
-        return values.unflatten(2, (-1, self.queries.stop - self.queries.start)).flatten(1, 2)
+        n_queries = self.queries.stop - self.queries.start
+        return values.reshape(len(values), -1, n_queries, *values.shape[3:])
 
 
 def _packed(values: Tensor, n_heads: int) -> Tensor:
-    return values.unflatten(1, (n_heads, -1)).flatten(2, 3)
+    return values.reshape(len(values), n_heads, -1, *values.shape[3:])
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,11 @@ def _blocks(
         packed = _packed(queries[:, :, begin:end], n_heads)
         group = packed.shape[2] // (end - begin)
         at = (starts + listed).flatten()
+        keys, values = (t.index_select(0, at).view(*listed.shape, *t.shape[1:]) for t in by_key)
         yield _Block(
             packed,
-            *(t.index_select(0, at).view(*listed.shape, *t.shape[1:]).transpose(1, 2) for t in by_key),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             mask.repeat(1, group, 1)[:, None],
             is_hidden.all(dim=-1).repeat(1, group)[:, None, :, None],
             slice(begin, end),
