@@ -64,6 +64,7 @@ N_PROCESSES = 4
 LAST_TESTS = (
     "tests/rollout/test_compiled_layers.py",
     "tests/models/test_lm_head.py",
+    "tests/models/test_activations.py",
     "tests/rollout/test_turns.py",
 )
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")

@@ -47,7 +47,7 @@ def sampled(family: str) -> Rollout:
 
 def gradients(model: nn.Module, *, is_on: bool = True) -> tuple[Tensor, ...]:
     """Log-probs of a rollout and their gradients, whose backward pass runs under the other adapter."""
-    rollout = sampled(model.config.model_type.removesuffix("_text"))
+    rollout = sampled(model.config.model_type.removesuffix("_text")).to(model.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     layers = lora_layers(model)
     with use_adapter(layers, "first"), checkpointing(model, is_on):
@@ -123,6 +123,16 @@ def test_inputs_of_layers_leave_their_device(monkeypatch: pytest.MonkeyPatch):
         alive[on_host] = [storage() is not None for storage in inputs]
         loss.backward()
     assert alive == {False: [True], True: [False]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeat", range(3))
+def test_on_a_gpu_copies_of_inputs_arrive_before_they_are_read(repeat: int):
+    model = learner("llama", trains_all=True).cuda()
+    expected = gradients(model, is_on=False)
+    checkpoint_layers(model, on_host=True)
+    for _ in range(3):  # pinned memory is used again
+        assert error(gradients(model), expected) < 1e-5
 
 
 def test_a_mixture_of_experts_is_not_cut_into_tiles():
