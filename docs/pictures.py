@@ -27,6 +27,7 @@ from lit_rlkv.objectives.corrections import CORRECTIONS
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import BLUE, GREEN, INK, MUTED, PURPLE, SAND, VERMILLION
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER
 
 FOLDER = Path(__file__).parent / "concepts" / "pictures"
@@ -165,7 +166,7 @@ def turns(model: PreTrainedModel) -> Figure:
     n_prompt, n_turn, n_given, chunk = 36, 12, 9, 8
     generator = torch.Generator().manual_seed(1)
     prompt, given = (torch.randint(1, VOCAB, (1, n), generator=generator) for n in (n_prompt, n_given))
-    settings = DecodeSettings(n_turn + n_given + n_turn, torch.tensor([], dtype=torch.long), 0, 1.0)
+    settings = DecodeSettings(n_turn + n_given + n_turn, torch.tensor([], dtype=torch.long), 0, Sampling())
     decoder = Decoder(model, CACHE, 1, n_prompt, settings, generator, cuda_graph=None, prefill_chunk=chunk)
     decoder.prefill([0], prompt, torch.ones_like(prompt, dtype=torch.bool))
     for _ in range(n_turn - 1):

@@ -15,6 +15,7 @@ from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
 from lit_rlkv.reporting.run_folder import read_run
+from lit_rlkv.run_files import CONFIG
 from tests.forks import ended
 from tests.tiers import slow
 from tests.whole_runs import TINY, config, plain_reports, rows_of, run, scoring
@@ -76,10 +77,10 @@ def test_stages_that_are_left_out_or_skipped_are_named(sft_runs, stages, lines):
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(sft_runs):
-    before = (sft_runs / "first").read_text()
+    before = (sft_runs / "first" / CONFIG).read_text()
     with pytest.raises(ConfigError, match="holds a run already; give resume="):
         run(sft_runs, "first", "seed=7")
-    assert (sft_runs / "first").read_text() == before
+    assert (sft_runs / "first" / CONFIG).read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,7 @@ def test_micro_batches_do_not_change_the_update():
 
 def test_another_seed_changes_the_update():
     first, data = make_run()
-    second, other = make_run()
-    other.seed = 1
+    second, other = make_run(seed=1)
     assert train_here(first, data, 1)[0]["loss"] != train_here(second, other, 1)[0]["loss"]
 
 

@@ -47,7 +47,10 @@ class FlatTokens:
 
     def of_record(self, record: Record) -> Record:
         """Return what the flat sequence replays; evictions stay in rows, as attention does."""
-        return replace(record.map_tensors(self.flatten_columns), evicted_at=record.evicted_at)
+        rows = record.evicted_at
+        return replace(
+            replace(record, evicted_at=rows[:, :0]).map_tensors(self.flatten_columns), evicted_at=rows
+        )
 
     def spread(self, values: Tensor) -> Tensor:
         """Return [batch, seq, ...] for [token, ...]: values of each cell's token; gradients are summed."""

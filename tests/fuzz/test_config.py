@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from lit_rlkv.cli import exit_in_one_line
 from lit_rlkv.config.composing import groups, initialized, options_of, quoted
 from lit_rlkv.config.keys import keys_of_options
-from lit_rlkv.config.options import leaf_keys, leaves
+from lit_rlkv.config.options import leaves
 from lit_rlkv.config.schema import Config
+from lit_rlkv.settings import leaf_keys
 from tests.config.asking import asked
 from tests.fuzz.harness import cases, outcome_of, run_cases
 
@@ -22,7 +23,7 @@ LARGEST = 3.5e38
 with initialized():
     KEYS = sorted(
         {key for key, _ in leaves(OmegaConf.to_container(compose("config")))}
-        | {key for key, _, _ in leaf_keys(Config)}
+        | {key for key, _ in leaf_keys(Config)}
     )
     KEYS_OF_OPTIONS = sorted(keys_of_options())
 GROUPS = {group: options_of(group) for group in groups()}

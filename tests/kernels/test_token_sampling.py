@@ -13,6 +13,7 @@ from lit_rlkv.kernels.token_logps.reference import chosen_logps_and_entropy
 from lit_rlkv.kernels.token_sampling import NoiseRows, kernel, sample_tokens, sample_tokens_and_entropy
 from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.sampling import sample
+from lit_rlkv.settings import Sampling
 from tests.kernels.accuracy import bound, excess_error
 from tests.tiers import diagonal
 
@@ -246,7 +247,7 @@ def test_a_generator_draws_the_same_again_and_goes_on(kernels: str):
     logits = make_logits((8, 130), "usual", torch.float32)
     generator = torch.Generator(DEVICE).manual_seed(4)
     with use_kernels(kernels):
-        first, second = (sample(logits, 1.0, generator)[0] for _ in range(2))
+        first, second = (sample(logits, Sampling(), generator)[0] for _ in range(2))
         generator.manual_seed(4)
         tokens, logps, entropy = sample_tokens_and_entropy(logits, 1.0, generator)
     assert torch.equal(first, tokens)
@@ -287,7 +288,11 @@ def test_replays_of_a_captured_graph_draw_as_eager_calls_do():
         )
         steps = drawn[is_enabled] = []
         for _ in range(8):
-            runner(lambda tokens=tokens, generator=generator: tokens.copy_(sample(logits, 1.0, generator)[0]))
+            runner(
+                lambda tokens=tokens, generator=generator: tokens.copy_(
+                    sample(logits, Sampling(), generator)[0]
+                )
+            )
             steps.append(tokens.tolist())
     assert drawn[True] == drawn[False]
     assert len({tuple(step) for step in drawn[True]}) == 8

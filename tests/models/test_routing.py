@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from lit_rlkv import prepare_backbone, replay_logps
 from lit_rlkv.experience.score import score_rollout
-from lit_rlkv.models import hydra, preparation
+from lit_rlkv.models import activations, preparation
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.routing import expert_dtype, routers_of
@@ -111,10 +111,10 @@ def test_recomputed_layers_take_the_experts_of_their_forward(family, layout, mon
         return float(max(errors))
 
     assert error() < 1e-4
-    given = hydra.given_experts
-    monkeypatch.setattr(hydra, "given_experts", lambda model: given(model).roll(1, dims=1))
+    given = activations.given_experts
+    monkeypatch.setattr(activations, "given_experts", lambda model: given(model).roll(1, dims=1))
     assert error() > 1e-2
-    monkeypatch.setattr(hydra, "given_experts", lambda model: None)
+    monkeypatch.setattr(activations, "given_experts", lambda model: None)
     with pytest.raises(CheckpointError):
         error()
 

@@ -104,5 +104,5 @@ def test_greedy_decoding_and_the_whole_vocabulary_have_no_record():
 
 
 def test_numbers_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="top_p must be a number above 0 and at most 1, got 0; 1 keeps"):
+    with pytest.raises(ValueError, match=r"top_p must be a number above 0 and at most 1, got 0 .*1: all"):
         roll_out(top_p=0)

@@ -148,7 +148,7 @@ def test_without_push_to_nothing_is_asked(saved, tmp_path):
     api = FolderHub(tmp_path / "hub", role=None)
     export(asking(saved, tmp_path / "model"), api)
     assert api.asked == []
-    with pytest.raises(ConfigError, match="private=false needs push_to, the repository that it is for"):
+    with pytest.raises(ValueError, match="private=false needs push_to, the repository that it is for"):
         asking(saved, tmp_path / "model", private=False)
 
 

@@ -16,7 +16,6 @@ from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, sft_model_dir
-from lit_rlkv.stages import sft_passes
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.stages.sft_passes import WrongAnswers, on_policy_preference_pairs, training_passes
 from lit_rlkv.tasks import ChainSum
@@ -57,8 +56,7 @@ def test_each_pair_prefers_the_solution_to_a_wrong_answer_of_the_model(tmp_path)
     assert [again.at(i) for i in range(len(again))] == [found.at(i) for i in range(len(found))]
     other = on_policy_preference_pairs(parts, backbone, 40, seed=1)
     assert other.at(0) != found.at(0)
-    cfg = replace(parts.cfg, evaluation=replace(parts.cfg.evaluation, batch_size=8))
-    parts = replace(parts, cfg=cfg)
+    parts.cfg = replace(parts.cfg, evaluation=replace(parts.cfg.evaluation, batch_size=8))
     in_batches = on_policy_preference_pairs(parts, backbone, 40, seed=0)
     assert [in_batches.at(i) for i in range(len(in_batches))] != [found.at(i) for i in range(len(found))]
 
@@ -78,7 +76,7 @@ def test_ranks_share_the_prompts_and_get_the_pairs_of_one_process(tmp_path, monk
             return [value for rank in sorted(sent) for value in sent[rank]]
 
     def pairs_of(ranks):
-        monkeypatch.setattr(sft_passes, "ranks_of", lambda fabric: ranks)
+        monkeypatch.setattr(Run, "ranks", ranks)
         found = on_policy_preference_pairs(parts, backbone, 36, seed=0)
         return [(found.at(index), found.rejected(index)) for index in range(len(found))]
 
@@ -125,9 +123,8 @@ def test_right_and_unscored_answers_are_no_rejected_sides(tmp_path):
 
     every = beginnings()
     assert {"+", "2"} < set(every)
-    judged = replace(parts.cfg, reward=replace(parts.cfg.reward, accuracy="judge"))
-    with RewardManager({"judge": InThreads(ask=judge)}) as panel:
-        parts = replace(parts, cfg=judged, rewards=panel)
+    parts.cfg = replace(parts.cfg, reward=replace(parts.cfg.reward, accuracy="judge"))
+    with RewardManager({"judge": InThreads(ask=judge)}) as parts.rewards:
         assert beginnings() == [first for first in every if first not in ("+", "2")]
 
 
