@@ -18,6 +18,7 @@ import command_line
 import record
 import torch
 from live_bytes import LiveBytes
+from text_table import text_table
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlkv import Rollout, prepare_backbone, replay_logps
@@ -37,6 +38,7 @@ SHAPE = {
 }
 WAYS = ("all", "inputs", "inputs, tiles", "host, tiles")
 """What layers keep: all activations, or their inputs, with MLPs in tiles, and in host memory."""
+COLUMNS = ("tokens", "device_bytes", "host_bytes", "step_seconds")
 BUDGET, INTERVAL, PROMPT, TILE = 128, 64, 64, 64
 
 
@@ -128,9 +130,13 @@ def main() -> None:
     parser = command_line.Parser(__doc__, NAME)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
     args: argparse.Namespace = parser.parse_args()
+    shown = []
     for n_tokens in args.tokens:
         for way in WAYS:
-            record.show_and_keep(NAME, measure(way, n_tokens))
+            row = measure(way, n_tokens)
+            record.append(NAME, row)
+            shown.append([way, *(f"{row[name]:,}" for name in COLUMNS)])
+    print(text_table(["layers keep", *COLUMNS], shown))
 
 
 if __name__ == "__main__":
