@@ -102,7 +102,7 @@ def measure(way: str, n_tokens: int, shape: dict[str, int] = SHAPE) -> dict[str,
     activations.TILE = TILE if "tiles" in way else n_tokens
     model, rollout = make_model(shape), make_rollout(n_tokens, shape)
     if way != "all":
-        activations.checkpoint_layers(model, on_host="host" in way)
+        activations.checkpoint_layers(model, "host" if "host" in way else True)
     layers, is_on = lora_layers(model), way != "all"
 
     def step() -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kernels.quantization import quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packed_linear import packed_size
@@ -137,7 +138,7 @@ def explain_update(
     n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
     helps = [
         *_smaller_passes(shape, tokens_per_pass),
-        *_kept_less(roles),
+        *keeping_less(roles.checkpoints_layers, roles.backbone("policy").device),
         f"lower rollout.max_new_tokens={settings.max_new_tokens}",
         "train fewer parameters (roles=hydra, roles.rank)",
     ]
@@ -147,12 +148,12 @@ def explain_update(
     )
 
 
-def _kept_less(roles: Roles) -> list[str]:
+def keeping_less(checkpoints: Checkpoints, device: torch.device) -> list[str]:
     """Return the setting with which the backward pass keeps less on the device; none if there is no more."""
-    if not roles.checkpoints_layers:
+    if not checkpoints:
         return ["set roles.gradient_checkpointing=true"]
-    is_on_device = roles.backbone("policy").device.type != "cpu" and roles.checkpoints_layers != "host"
-    return ["set roles.gradient_checkpointing=host"] if is_on_device else []
+    may_move = device.type != "cpu" and checkpoints != "host"
+    return ["set roles.gradient_checkpointing=host"] if may_move else []
 
 
 def _any_of(helps: Sequence[str]) -> str:

@@ -35,18 +35,21 @@ Restored = Callable[[], AbstractContextManager[None]]
 """Makes a block in which a module computes as it did in its forward."""
 
 
-def checkpoint_layers(backbone: PreTrainedModel, *, on_host: bool = False) -> None:
+def checkpoint_layers(backbone: PreTrainedModel, checkpoints: Checkpoints = True) -> None:
     """Prepare activation checkpointing; each layer is recomputed with the adapter and experts of its forward.
 
     peft's layers read the active adapter when they run. Without this, a layer that is recomputed after a
     change of role would silently use the wrong adapter. The replay mask is an argument of the layer.
+    A forward serves one backward pass; a deep copy of the backbone would recompute with this one's adapters.
 
     Args:
-        on_host: keep the inputs of layers in host memory until they are recomputed.
+        checkpoints: False does nothing.
 
     Raises:
         ValueError: the model has no layers that can be checkpointed.
     """
+    if not checkpoints:
+        return
     layers = checkpointed_layers(backbone)
     if not layers:
         raise ValueError(
@@ -62,15 +65,13 @@ def checkpoint_layers(backbone: PreTrainedModel, *, on_host: bool = False) -> No
         )
 
     function = partial(checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), as_now()))
-    if on_host:
+    if checkpoints == "host":
         function = partial(HostMemory().keeping, function)
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-        for name, mlp in layer.named_children():
-            own = _own_forward(mlp)
-            if name in MLP_NAMES and _is_tokenwise(mlp, own):
-                mlp.forward = partial(_in_tiles, own, layer, mlp, as_now)
+        for mlp in _tokenwise_mlps(layer):
+            mlp.forward = partial(_in_tiles, _own_forward(mlp), layer, mlp, as_now)
 
 
 @contextmanager
@@ -130,7 +131,7 @@ class HostMemory:
     def _put(self, tensor: Tensor) -> "_Kept":
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        kept = _Kept(tensor, self._stream, self._latest)
+        kept = _Kept(tensor, self._stream if tensor.is_cuda else None, self._latest)
         self._latest = weakref.ref(kept)
         return kept
 
@@ -153,7 +154,7 @@ class _Kept:
         self._found: Tensor | None = None
         self._copy = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
         with self._beside():
-            self._copy.copy_(tensor, non_blocking=True)
+            self._copy.copy_(tensor, non_blocking=stream is not None)
         if stream is not None:
             tensor.record_stream(stream)
 
@@ -171,7 +172,8 @@ class _Kept:
         """Begin to bring it back to its device."""
         if self._found is None:
             with self._beside():
-                self._found = self._copy.to(self._device, non_blocking=True, copy=True)
+                is_beside = self._stream is not None
+                self._found = self._copy.to(self._device, non_blocking=is_beside, copy=True)
 
     def take(self) -> Tensor:
         """Return it on its device."""
@@ -197,10 +199,20 @@ def is_tiled(mlp: nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _in_tiles
 
 
-def _is_tokenwise(mlp: nn.Module, forward: Callable[..., Any]) -> bool:
-    """True if a module maps each token alone."""
-    n_inputs = len(signature(forward).parameters)
-    return n_inputs == 1 and not any(hasattr(mlp, name) for name in ROUTING_NAMES)
+def runs_in_tiles(backbone: PreTrainedModel) -> bool:
+    """True if MLPs of recomputed layers are cut into tiles, in this model."""
+    return any(_tokenwise_mlps(layer) for layer in checkpointed_layers(backbone))
+
+
+def _tokenwise_mlps(layer: nn.Module) -> list[nn.Module]:
+    """Return the MLPs of a layer that map each token alone."""
+    mlps = [mlp for name, mlp in layer.named_children() if name in MLP_NAMES]
+    return [
+        mlp
+        for mlp in mlps
+        if len(signature(_own_forward(mlp)).parameters) == 1
+        and not any(hasattr(mlp, name) for name in ROUTING_NAMES)
+    ]
 
 
 def _in_tiles(
@@ -214,7 +226,9 @@ def _in_tiles(
     if not (layer.training and torch.is_grad_enabled()) or hidden.shape[:-1].numel() <= TILE:
         return forward(hidden)
     trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
-    # Saved first and alone: then the layer's recomputation ends here, before its MLP.
+    if not (trained or hidden.requires_grad):
+        return forward(hidden)
+    # Saved first and alone: then the recomputation of a layer that saves nothing after it ends here.
     hidden = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
     out: Tensor = _Tiles.apply(hidden, hidden.grad_fn, forward, as_now(), *trained)  # type: ignore[no-untyped-call]
     return out
@@ -247,10 +261,16 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         device = hidden.device.type
         ctx.saved, ctx.module, ctx.as_in_forward, ctx.trained = saved, forward, as_in_forward, trained
+        # Its cache would keep casts of weights without a gradient for the forwards that follow.
         ctx.autocast = partial(
-            torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            torch.autocast,
+            device,
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_enabled(device),
+            cache_enabled=False,
         )
-        return torch.cat([forward(tile) for tile in _tiles(hidden)], dim=1).view(*hidden.shape[:-1], -1)
+        with ctx.autocast():
+            return torch.cat([forward(tile) for tile in _tiles(hidden)], dim=1).view(*hidden.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable

@@ -26,7 +26,8 @@ class Roles(nn.Module):
         load: returns a new prepared backbone for a role; called once for each backbone of the layout.
         reward_head: trained weights of a `ScalarHead`; required for the reward role.
         value_head: initial weights of the value head; None starts at zero.
-        checkpoints_layers: keep only the inputs of layers for the backward pass and recompute the rest.
+        checkpoints_layers: keep only the inputs of layers for the backward pass, with `host` in host memory,
+            and recompute the rest.
 
     Raises:
         ValueError: the layout or a role is unknown, the adapters match no module, or the reward role has no
@@ -66,9 +67,8 @@ class Roles(nn.Module):
         self.reference_is_synced = False
         """True once the reference is no longer the starting model."""
         self.checkpoints_layers = checkpoints_layers
-        if checkpoints_layers:
-            for name in self.backbones:
-                checkpoint_layers(self.named_backbone(name), on_host=checkpoints_layers == "host")
+        for name in self.backbones:
+            checkpoint_layers(self.named_backbone(name), checkpoints_layers)
 
     def backbone(self, role: str) -> PreTrainedModel:
         """Return the backbone of a role; its adapters are not changed.

@@ -36,7 +36,7 @@ class HydraSFT(L.LightningModule):
         backbone: a prepared backbone; all its parameters train.
         make_optimizer: makes an optimizer from parameters.
         reward_head: a head to continue training; None starts at zero.
-        checkpoints_layers: keep only the inputs of layers for the backward pass and recompute the rest.
+        checkpoints_layers: as of `Roles`.
         n_steps: total optimizer steps, including `n_warmup_steps`.
 
     Raises:
@@ -75,8 +75,7 @@ class HydraSFT(L.LightningModule):
         self.n_steps = n_steps
         self.n_warmup_steps = n_warmup_steps
         self.checkpoints_layers = checkpoints_layers
-        if checkpoints_layers:
-            checkpoint_layers(backbone)
+        checkpoint_layers(backbone, checkpoints_layers)
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> dict[str, Tensor]:
         """Return `loss`, and metrics of the heads that train; they add up over the parts of a step."""

@@ -18,7 +18,7 @@ from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, compute_d
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.activations import TILE, Checkpoints
+from lit_rlkv.models.activations import TILE, Checkpoints, runs_in_tiles
 from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -164,7 +164,7 @@ def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layer
     is_fused = uses_triton(torch.empty(0, dtype=dtype, device=backbone.device))
     of_attention = 0 if is_fused or n_columns >= LONG else 5 * int(config.num_attention_heads) * n_columns
     n_kept = min(n_layers, 2) if checkpoints_layers == "host" else n_layers
-    n_in_mlp = min(n_columns, TILE) if checkpoints_layers else n_columns
+    n_in_mlp = min(n_columns, TILE) if checkpoints_layers and runs_in_tiles(backbone) else n_columns
     of_layer = n_columns * (15 * dim + of_attention) + n_in_mlp * 19 * dim
     n_bytes = 2 * n_kept * n_columns * dim + of_layer if checkpoints_layers else n_layers * of_layer
     scorer = kv_scorer_of(backbone)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
+from lit_rlkv.experience.memory_needs import keeping_less
 from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
@@ -167,6 +168,7 @@ class SFTStage:
         task = run.task
         if stage.n_answered > 0:  # asked again on resume, because the answers are not saved
             task = on_policy_preference_pairs(run, backbone, stage.n_answered, stage.seed)
+        checkpoints = run.cfg.roles.gradient_checkpointing
         module = HydraSFT(
             backbone,
             run.parts.sft_optimizer,
@@ -175,7 +177,7 @@ class SFTStage:
             n_steps=stage.n_steps,
             n_warmup_steps=cfg.n_warmup_steps,
             reward_head=head,
-            checkpoints_layers=run.cfg.roles.gradient_checkpointing,
+            checkpoints_layers=checkpoints,
         )
         datamodule = pass_data(run, stage, task, tokens_per_pass(run, module, backbone))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
@@ -200,8 +202,8 @@ class SFTStage:
             update_context=lambda: explain_out_of_memory(
                 lambda: (
                     f"out of memory in the SFT stage; set fabric.tokens_per_pass below "
-                    f"{datamodule.tokens_per_pass}, which helps while a pass holds more than one sequence, "
-                    "or roles.gradient_checkpointing=true"
+                    f"{datamodule.tokens_per_pass}, which helps while a pass holds more than one sequence"
+                    + "".join(f", or {help}" for help in keeping_less(checkpoints, backbone.device))
                 ),
                 lambda: datamodule.tokens_per_pass,
             ),

@@ -72,7 +72,7 @@ def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 def test_gradients_are_those_of_plain_layers(family: str, trains_all: bool, on_host: bool):
     model = learner(family, trains_all=trains_all)
     expected = gradients(model, is_on=False)
-    checkpoint_layers(model, on_host=on_host)
+    checkpoint_layers(model, "host" if on_host else True)
     assert len(tiled(model)) == len(checkpointed_layers(model))
     assert error(gradients(model), expected) < 1e-5
 
@@ -116,7 +116,7 @@ def test_inputs_of_layers_leave_their_device(monkeypatch: pytest.MonkeyPatch):
     alive = {}
     for on_host in (False, True):
         inputs.clear()
-        checkpoint_layers(model, on_host=on_host)
+        checkpoint_layers(model, "host" if on_host else True)
         rollout = sampled("llama")
         with checkpointing(model, is_on=True), use_adapter(lora_layers(model), "first"):
             loss = replay_logps(model, rollout).sum()
@@ -125,12 +125,27 @@ def test_inputs_of_layers_leave_their_device(monkeypatch: pytest.MonkeyPatch):
     assert alive == {False: [True], True: [False]}
 
 
+def test_under_autocast_a_forward_without_tiles_still_has_gradients_of_its_own(monkeypatch):
+    model, whole = learner("llama", trains_all=True), sampled("llama")
+    monkeypatch.setattr(activations, "TILE", 30)  # more than the first row has, and less than all rows
+    weight = model.model.layers[0].mlp.up_proj.base_layer.weight
+
+    def gradient(is_on: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), checkpointing(model, is_on):
+            losses = [replay_logps(model, rollout).sum() for rollout in (whole, whole.rows(slice(0, 1)))]
+        return torch.autograd.grad(losses[0] + losses[1], weight)[0]
+
+    expected = gradient(False)
+    checkpoint_layers(model)
+    assert (gradient(True) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("repeat", range(3))
 def test_on_a_gpu_copies_of_inputs_arrive_before_they_are_read(repeat: int):
     model = learner("llama", trains_all=True).cuda()
     expected = gradients(model, is_on=False)
-    checkpoint_layers(model, on_host=True)
+    checkpoint_layers(model, "host")
     for _ in range(3):  # pinned memory is used again
         assert error(gradients(model), expected) < 1e-5
 

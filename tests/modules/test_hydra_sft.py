@@ -202,7 +202,7 @@ def saved_bytes_and_gradients(module, batch):
 @pytest.mark.parametrize("weights", [(1.0, 0.5), (1.0, 0.0), (0.0, 1.0)])
 def test_checkpointing_saves_memory_recomputes_and_changes_no_gradient(weights):
     options = {"lm_weight": weights[0], "reward_weight": weights[1], "n_pairs": 16 if weights[1] else 0}
-    plain, checkpointed = make_run(**options)[0], make_run(**options, checkpoints_layers=True)[0]
+    plain, checkpointed = make_run(**options)[0], make_run(**options, checkpoints_layers="host")[0]
     data = make_run(**options)[1]
     batch, other = data.next_batch(), data.next_batch()
     for module in (plain, checkpointed):

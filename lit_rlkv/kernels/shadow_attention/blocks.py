@@ -1,4 +1,4 @@
-"""Shadow attention in plain torch without the whole square: what runs on CPUs, or without Triton.
+"""Shadow attention in blocks, by torch's flash attention: what runs on CPUs, or without Triton.
 
 Long sequences are cut into blocks of queries. Each block attends to the keys that are cached in it, gathered
 from the sequence. Rows without evictions are causal and need no mask. Short sequences take the definition.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lit_rlkv.kernels.backend import in_autocast_dtype
+from lit_rlkv.kernels.backend import in_autocast_dtype, with_unit_stride
 from lit_rlkv.kernels.shadow_attention import reference
 from lit_rlkv.kernels.shadow_attention.plan import MAX_WORK, CachedBlocks, SlotPlan
 
@@ -72,15 +72,18 @@ def _causal_attention(
 ) -> Tensor:
     """Return causal attention within the range of columns of each row, and 0 elsewhere."""
     seq, is_grouped = query.shape[2], query.shape[1] > key.shape[1]
+    width = max(query.shape[-1], value.shape[-1])
     n_rows = len(query) if len(set(ranges)) == 1 else 1  # at a time
     outs = []
     for row in range(0, len(query), n_rows):
         begin, end = ranges[row]
-        queries, keys, values = (t[row : row + n_rows, :, begin:end] for t in (query, key, value))
+        part = (t[row : row + n_rows, :, begin:end] for t in (query, key, value))
+        # The library has no kernel for values of another width, and would compute the whole square.
+        queries, keys, values = (_widened(t, width) for t in part)
         out = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=is_grouped
         )
-        outs.append(F.pad(out, (0, 0, begin, seq - end)))
+        outs.append(F.pad(out[..., : value.shape[-1]], (0, 0, begin, seq - end)))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -111,7 +114,7 @@ class _BlockAttention(torch.autograd.Function):
         scaling: float,
         softcap: float | None,
     ) -> Tensor:
-        kernel = _kernel_of(query, value, scaling, softcap)
+        kernel = _kernel_of(query, scaling, softcap)
         outs, lses = [], []
         for block in _blocks(query, key, value, evicted_at, n_keys):
             out, lse = kernel.forward(block)
@@ -132,7 +135,7 @@ class _BlockAttention(torch.autograd.Function):
         n_tables = evicted_at.shape[1]
         # Of a query that sees no key; the mask makes its probabilities 0.
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        of_queries = [_by_table(each, n_tables) for each in (d_out, out, lse)]
+        of_queries = [_by_table(each, n_tables) for each in (with_unit_stride(d_out), out, lse)]
         d_query = []
         # A key is in several blocks: 16 bits would round each sum.
         d_key, d_value = (torch.zeros_like(_by_key(t, n_tables), dtype=lse.dtype) for t in (key, value))
@@ -147,7 +150,8 @@ class _BlockAttention(torch.autograd.Function):
         ]
         d_sink = None
         if sink is not None:
-            taken = (sink.to(lse.dtype).view(-1, 1, 1) - lse).exp() * (d_out * out).sum(-1, keepdim=True)
+            delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+            taken = (sink.to(lse.dtype).view(-1, 1, 1) - lse).exp() * delta
             d_sink = -taken.sum(dim=(0, 2, 3)).view(sink.shape).to(sink.dtype)
         return torch.cat(d_query, dim=2).view(query.shape), *of_keys, d_sink, *(None,) * 4
 
@@ -245,7 +249,7 @@ class _Plain:
         return logits + block.mask, slope
 
 
-def _kernel_of(query: Tensor, value: Tensor, scaling: float, softcap: float | None) -> _Library | _Plain:
+def _kernel_of(query: Tensor, scaling: float, softcap: float | None) -> _Library | _Plain:
     if query.device.type == "cpu" and softcap is None:
         return _Library(scaling)
     return _Plain(scaling, softcap)

@@ -101,10 +101,6 @@ class CachedBlocks:
         change.scatter_add_(1, (self.last + 1).clamp(max=self.n_blocks), -one)
         return change.cumsum(1)[:, : self.n_blocks]
 
-    def cached_in(self, block: int) -> Bool[Tensor, "row seq"]:
-        """Return the keys that are cached in a block."""
-        return self.is_cached & (self.first <= block) & (self.last >= block)
-
     def work(self) -> Float[Tensor, ""]:
         """Return the blocks in which keys are cached, as a share of those without any eviction."""
         n_cached = torch.where(self.is_cached, self.last - self.first + 1, 0)
