@@ -4,13 +4,13 @@ The docstring below a field is the meaning of the setting, with its unit; errors
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ConfigDict, Field, StrictBool, ValidationError
+from pydantic import ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from lit_rlkv.checks import MAX_TEMPERATURE, Number, OneLineError, Range, check_temperature
@@ -53,7 +53,7 @@ else:
                     validate(self, *args, **values)
                 except ValidationError as error:
                     given = dict(zip(_positional(checked), args, strict=False)) | values
-                    raise ValueError(explain(error, checked, given)) from None
+                    raise ValueError(explain(error, checked, given, write=repr)) from None
 
             checked.__init__ = __init__
             return checked
@@ -91,13 +91,21 @@ def _positional(schema: Any) -> list[str]:
     return [each.name for each in dataclasses.fields(schema) if not each.kw_only]
 
 
-def explain(error: ValidationError, schema: Any, values: Any, path: str = "") -> str:
+def explain(
+    error: ValidationError,
+    schema: Any,
+    values: Any,
+    path: str = "",
+    write: Callable[[Any], str] | None = None,
+) -> str:
     """Return the first error as a sentence: what must hold, what was given, what the setting means.
 
     Args:
         values: that were checked.
         path: of the values in a whole config.
+        write: returns a value as text; None: as YAML writes it.
     """
+    write = write or show
     errors = error.errors()
     first = next((each for each in errors if each["type"] == UNKNOWN), errors[0])
     where, kind, value, meaning = path, schema, values, ""
@@ -121,7 +129,7 @@ def explain(error: ValidationError, schema: Any, values: Any, path: str = "") ->
     if is_group(kind):
         cause = first.get("ctx", {}).get("error")
         if cause is None:
-            return f"{where} must have the keys {', '.join(keys_of(kind))}, got {show(value)}"
+            return f"{where} must have the keys {', '.join(keys_of(kind))}, got {write(value)}"
         is_whole_sentence = isinstance(cause, OneLineError) or not where
         return str(cause) if is_whole_sentence else f"{where}: {cause}"
     example, item = "", item_of(kind)
@@ -131,9 +139,17 @@ def explain(error: ValidationError, schema: Any, values: Any, path: str = "") ->
         own = [each["loc"] for each in errors if each["loc"][:depth] == first["loc"][:depth]]
         n = next(place for loc in own for place in loc[depth:] if isinstance(place, int))
         kind, value, where = item, value[n], f"{where}[{n}]"
-    elif item is not None:
-        example = f"; write {where}=[{show(value)}]"
-    return f"{where} must be {describe(kind, value)}, got {show(value)} ({meaning}){example}"
+    elif item is not None and _is_of(item, value):
+        example = f"; write {where}=[{write(value)}]"
+    return f"{where} must be {describe(kind, value)}, got {write(value)} ({meaning}){example}"
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _is_list(value: Any) -> bool:

@@ -105,6 +105,10 @@ def _check_stages(cfg: Config) -> None:
     steps |= {} if sft.joint else {"reward_steps": sft.reward_steps}
     if sft.on_policy_pairs.n_prompts > 0:
         steps["on_policy_pairs.n_steps"] = sft.on_policy_pairs.n_steps
+    require(
+        len(set(cfg.stages)) == len(cfg.stages),
+        f"stages={show(cfg.stages)} names a stage twice; name each once",
+    )
     require(bool(cfg.stages), f"stages=[] leaves nothing to do; choose from {', '.join(STAGES)}")
     for name, n_steps in steps.items():
         require(

@@ -188,3 +188,8 @@ def test_arguments_may_be_positional_and_the_config_stays_as_it_was(tmp_path, mo
     assert found.train_dataset is named.train_dataset
     assert found.processing_class is not None
     assert args.model_init_kwargs == {"dtype": "float32"}
+
+
+def test_a_cache_is_refused_by_the_names_of_the_configs_fields(tmp_path):
+    with pytest.raises(ValueError, match=r"^cache_dtype must be one of int8, fp8, int4 or null, got 'int3'"):
+        EvictingGRPOConfig(str(tmp_path), cache_dtype="int3").check()

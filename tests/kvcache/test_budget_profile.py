@@ -128,7 +128,7 @@ def test_layers_with_a_window_are_not_in_a_profile(family: str):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"budget_profile": "cone"}, "must be pyramid, a list, .* or null, got cone"),
+        ({"budget_profile": "cone"}, "must be pyramid, a list, .* or null, got 'cone'"),
         ({"budget_profile": [8, 0, 8]}, r"budget_profile\[1\] must be a whole number of at least 1, got 0"),
         ({"policy": "dense", "budget_profile": "pyramid"}, "a dense cache has none; use null, or another"),
         (

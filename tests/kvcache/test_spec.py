@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"budget": 20, "sink": 4, "window": 16},
         r"at least sink \+ window \+ 1 = 21, got 20; raise the budget, or lower sink or window",
     ),
-    ({"dtype": "int3"}, "dtype must be one of int8, fp8, int4 or null, got int3"),
+    ({"dtype": "int3"}, "dtype must be one of int8, fp8, int4 or null, got 'int3'"),
 ]
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from lit_rlkv.data.tokenizers import load_tokenizer
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.loading import friendly_errors, load_causal_lm, without_dropout
+from lit_rlkv.models.presets import tiny_qwen3
 from tests.models_zoo import build
 from tests.saved_models import change_json, save_checkpoint
 
@@ -298,3 +299,8 @@ def test_without_bitsandbytes_its_extra_is_named(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r'needs bitsandbytes; pip install -e "\.\[quant\]"'):
         load_causal_lm(checkpoint, torch.float32, quantization="4bit", device=torch.device("cuda"))
+
+
+def test_a_preset_without_size_is_refused():
+    with pytest.raises(ValueError, match=r"preset\.hidden_size must be a whole number of at least 1, got 0"):
+        tiny_qwen3(64, 0, 1, hidden_size=0)

@@ -225,6 +225,7 @@ MISTAKES = [
     (["+user_callbacks.a=null"], "user_callbacks.a must name its class or function in _target_, got null"),
     (["algorithm.loss._partial_=1e39"], "algorithm.loss._partial_ must"),
     (["optimizer._partial_=1"], "optimizer._partial_ must be true or false, got 1"),
+    (["stages=[rl,rl]"], "stages=[rl, rl] names a stage twice; name each once"),
     (
         ["roles.gradient_checkpointing=no"],
         "roles.gradient_checkpointing must be true or false or host, got no",

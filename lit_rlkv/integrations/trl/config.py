@@ -1,7 +1,7 @@
 """EvictingGRPOConfig and EvictingRLOOConfig: TRL's configs with the KV cache of rollouts."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
@@ -104,15 +104,12 @@ class EvictingConfig:
         Raises:
             ValueError: it is invalid, or its policy is trained, which TRL's trainers do not.
         """
-        spec = CacheSpec(
-            policy=self.cache_policy,
-            budget=self.cache_budget,
-            interval=self.cache_interval,
-            sink=self.cache_sink,
-            window=self.cache_window,
-            protect_prompt=self.cache_protect_prompt,
-            dtype=cast(Any, self.cache_dtype),  # which the spec checks
-        )
+        names = ("policy", "budget", "interval", "sink", "window", "protect_prompt", "dtype")
+        try:
+            spec = CacheSpec(**{name: getattr(self, f"cache_{name}") for name in names})
+        except ValueError as error:  # by the name of the field here
+            is_of_field = str(error).split()[0] in names
+            raise ValueError(f"cache_{error}" if is_of_field else str(error)) from None
         if spec.is_trained:
             raise ValueError(
                 f"cache_policy={self.cache_policy!r} has parameters, which TRL's trainer does not train; use "
