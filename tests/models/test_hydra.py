@@ -337,3 +337,15 @@ def test_impossible_roles_are_refused(arguments, says):
     role = arguments.pop("role", "policy")
     with pytest.raises(ValueError, match=re.escape(says)), acting_as(make(**arguments), role):
         pass
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_backbones"),
+    [("ppo", 4), ("lora_ppo", 4), ("dynamic_lora", 2), ("j_hydra", 1), ("hydra", 1)],
+)
+def test_a_layout_holds_its_number_of_backbones_and_no_copy(layout: str, n_backbones: int):
+    roles = make(layout)
+    one = sum({p.data_ptr(): p.numel() for p in tiny_model().parameters()}.values())
+    extras = [p for n, p in roles.named_parameters() if "lora_" in n or n.startswith("heads.")]
+    storages = {p.untyped_storage().data_ptr(): p.numel() for p in roles.parameters()}
+    assert sum(storages.values()) - sum(p.numel() for p in extras) == n_backbones * one
