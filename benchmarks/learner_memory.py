@@ -37,7 +37,7 @@ SHAPE = {
     "intermediate_size": 1024,
 }
 WAYS = ("all", "inputs", "inputs, tiles", "host, tiles")
-"""What layers keep: all activations, or their inputs, with MLPs in tiles, and in host memory."""
+"""All activations are kept, or the inputs of layers, with MLPs in tiles, and these in host memory."""
 COLUMNS = ("tokens", "device_bytes", "host_bytes", "step_seconds")
 BUDGET, INTERVAL, PROMPT, TILE = 128, 64, 64, 64
 

@@ -24,7 +24,7 @@ from lit_rlkv.experience.kl_control import KLController
 from lit_rlkv.experience.memory_needs import explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.progress import PhaseProgress
-from lit_rlkv.experience.protocols import Learners, RolloutRun
+from lit_rlkv.experience.protocols import RolloutModule, RolloutRun
 from lit_rlkv.experience.resampling import has_equal_groups, replace_equal_groups
 from lit_rlkv.experience.reward import RewardRule, accuracy_component
 from lit_rlkv.experience.sample import sample_groups
@@ -61,7 +61,7 @@ class RolloutDataModule(L.LightningDataModule):
     def __init__(
         self,
         run: RolloutRun,
-        module: Learners,
+        module: RolloutModule,
         callbacks: Sequence[Callback] = (),
         tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:

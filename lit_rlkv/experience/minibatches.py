@@ -12,7 +12,7 @@ from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.experience.advantages import AdvantageEstimator, Advantages, PairAdvantage
 from lit_rlkv.experience.batch import Experience
-from lit_rlkv.experience.protocols import Learners, RolloutRun
+from lit_rlkv.experience.protocols import RolloutModule, RolloutRun
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
 from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.rng import stream
@@ -78,7 +78,7 @@ class MinibatchSplitter:
     def __init__(
         self,
         run: RolloutRun,
-        module: Learners,
+        module: RolloutModule,
         advantage: AdvantageEstimator,
         tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> None:

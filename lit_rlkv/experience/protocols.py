@@ -48,7 +48,7 @@ class RolloutRun(Protocol):
 
 
 @runtime_checkable
-class Learners(Protocol):
+class RolloutModule(Protocol):
     """The part of an RL module that rollouts need; see `lit_rlkv.modules.base.PolicyModule`."""
 
     @property

@@ -1,4 +1,4 @@
-"""LayerKind: what a layer of a model keeps of earlier tokens."""
+"""LayerKind: the memory that a layer of a model has of earlier tokens."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer keeps of earlier tokens."""
+    """A kind of layer, by its memory of earlier tokens."""
 
     attends: bool = True
     """True if it has keys and values."""

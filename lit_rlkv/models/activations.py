@@ -1,4 +1,4 @@
-"""What the backward pass of a backbone keeps: layer inputs alone, on the device or in host memory.
+"""Activations for the backward pass of a backbone: layer inputs alone, on the device or in host memory.
 
 A layer that is recomputed runs its MLP, whose activations are the widest, in tiles of tokens
 (arXiv:2506.13996). Gradients are those of the plain layers but for rounding.
@@ -149,7 +149,7 @@ class _Kept:
         self, tensor: Tensor, stream: torch.cuda.Stream | None, before: "Callable[[], _Kept | None]"
     ) -> None:
         self.before = before
-        """What was kept before it, if that still exists."""
+        """The tensor kept before it, if that still exists."""
         self._device, self._stream = tensor.device, stream
         self._found: Tensor | None = None
         self._copy = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)

@@ -50,7 +50,7 @@ def learner_states(
 
 @dataclass(frozen=True)
 class ForwardInput:
-    """What a forward of the learner reads, in rows or as one flat sequence."""
+    """The input of a forward of the learner, in rows or as one flat sequence."""
 
     input_ids: Int[Tensor, "row column"]
     positions: Int[Tensor, "row column"]

@@ -1,4 +1,4 @@
-"""What a training run writes beside checkpoints: metrics, samples, its logger's record, its report."""
+"""RunOutputs: the metrics, samples, logger and report of a training run."""
 
 import json
 import logging

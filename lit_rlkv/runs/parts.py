@@ -37,7 +37,7 @@ class Parts:
     def __init__(self, cfg: Config) -> None:
         with as_config_errors("cache"):
             self.cache = CacheSpec.of(cfg.cache)
-            """Of the config; a correction may sample rollouts with a dense one instead."""
+            """The cache of the config; a correction may sample rollouts with a dense one instead."""
         user_callbacks = _built_each("user_callbacks", cfg.user_callbacks, Callback)
         with as_config_errors("user_callbacks"):
             check_hooks(user_callbacks.values())

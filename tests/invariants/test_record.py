@@ -55,7 +55,7 @@ def experts_of_another_token(rollout: Rollout) -> Rollout:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is sampled from, what is recorded, and a record that is nearly right."""
+    """A model and a cache to sample from, the recorded parts, and a record that is nearly right."""
 
     cache: CacheSpec
     model: Callable[[], PreTrainedModel] = lambda: tiny_model("qwen3")

@@ -1,4 +1,4 @@
-"""What the backward pass keeps: layer inputs on the device or in host memory, and MLPs in tiles."""
+"""Tests of activations: layer inputs on the device or in host memory, and MLPs in tiles."""
 
 import copy
 import weakref
