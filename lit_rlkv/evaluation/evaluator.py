@@ -238,7 +238,9 @@ class Evaluator:
         problems = self.problems[: self.config.n_mismatch]
         start = len(self.problems)
         rollouts = cache.for_rollouts
-        rollout, _ = self._generate(problems, rollouts, self.rollout, None, start, on_progress=on_progress)
+        rollout, _ = self._generate(
+            problems, rollouts, self.rollout, self.rollout, start, on_progress=on_progress
+        )
         shadow = self._scores(rollout, "policy", shadow=True)
         dense = shadow if cache.is_exact else self._scores(rollout, "policy")
         kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)
@@ -318,7 +320,7 @@ class Evaluator:
         problems: Sequence[Problem],
         cache: CacheSpec,
         settings: RolloutConfig,
-        sampling: Sampling | None,
+        sampling: Sampling,
         start: int,
         first: int = 0,
         n_samples: int = 1,

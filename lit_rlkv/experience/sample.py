@@ -38,12 +38,12 @@ def sample_responses(
     num_return_sequences: int = 1,
     on_progress: Callable[[int], object] | None = None,
     conversations: Conversations | None = None,
-    sampling: Sampling | None = None,
+    sampling: Sampling,
 ) -> Rollout:
     """Call `generate` on the model's device with the settings of a config.
 
     Args:
-        sampling: how tokens are drawn; None: as `settings` says.
+        sampling: how tokens are drawn, in place of what `settings` says, which may be given again.
     """
     prompts = prompts.to(model.device)
     return generate(
@@ -55,7 +55,7 @@ def sample_responses(
         num_return_sequences=num_return_sequences,
         on_progress=on_progress,
         conversations=conversations,
-        **generate_options(tokenizer, settings) | (sampling or settings).options,
+        **generate_options(tokenizer, settings) | sampling.options,
     )
 
 

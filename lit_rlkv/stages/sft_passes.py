@@ -182,6 +182,7 @@ def _wrong_answers(
             cache=run.parts.cache,
             generator=generator,
             on_progress=on_progress,
+            sampling=settings,
         )
     answers = decode_completions(run.tokenizer, rollout.input_ids, rollout.response_mask)
     scores = run.verified(problems, answers).tolist()
