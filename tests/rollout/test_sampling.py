@@ -173,8 +173,8 @@ def test_greedy_decoding_records_nothing():
     [
         ({"top_k": 0}, "top_k must be a whole number of at least 1 or null, got 0 ("),
         ({"top_k": 2.5}, "top_k must be a whole number of at least 1 or null, got 2.5"),
-        ({"top_k": "5"}, "top_k must be a whole number of at least 1 or null, got 5"),
-        ({"top_k": True}, "top_k must be a whole number of at least 1 or null, got true"),
+        ({"top_k": "5"}, "top_k must be a whole number of at least 1 or null, got '5' ("),
+        ({"top_k": True}, "top_k must be a whole number of at least 1 or null, got True ("),
         ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, got 0.0 ("),
         ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1, got 1.5"),
         ({"min_p": 1.0}, "min_p must be a number of at least 0 and below 1 or null, got 1.0 ("),
