@@ -92,6 +92,8 @@ def _in_one_line(error: Exception, overrides: Sequence[str]) -> str:
             return f"{override}: the value cannot be read as it stands; {quote}"
         if is_sweep:
             return f"{override}: if it is one value, {quote}; a list is {key}=[{value}]; {SEVERAL}"
+        if str(error).startswith("Error merging override") and str(error).endswith(override):
+            return f"{key} has keys of its own, got {value}; give {key}.NAME=..."
     return " ".join(str(error).split())
 
 

@@ -30,8 +30,8 @@ READ_WITH = {
     "callbacks.keep_best": "callbacks best_metric best_mode",
 }
 """Node and names of keys that are read only with another key."""
-ALIKE = 0.75
-"""Least similarity of two names, of which one may be the other misspelt."""
+ALIKE, ALIKE_ELSEWHERE = 0.75, 0.8
+"""Least similarity of two names, of which one may be the other misspelt; in another group it is more."""
 
 
 def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str] = ()) -> None:
@@ -65,7 +65,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
         below = ", ".join(sorted(key for key in known if key.startswith(f"{path}.") and "._" not in key))
         if below and path.startswith("diagnostics.") and value is None:
             continue  # it is left out
-        require(not below, f"{path}={value} takes the place of {below}; set one of these")
+        require(not below, f"{path}={show(value)} takes the place of {below}; set one of these")
         raise ConfigError(f"unknown key {path!r}: {suggestion(path, known, value)}")
 
 
@@ -96,9 +96,15 @@ def suggestion(key: str, known: Collection[str], value: object = None) -> str:
     by_name: dict[str, list[str]] = {}
     for one in sorted({*known, *elsewhere, *(each.rpartition(".")[0] for each in known)}):
         by_name.setdefault(one.rpartition(".")[2], []).append(one)
-    alike = get_close_matches(key.rpartition(".")[2], by_name, 1, ALIKE)
-    closest = [get_close_matches(key, by_name[name], 1, 0.0)[0] for name in alike]
+    group, _, name = key.rpartition(".")
+    own = [one.rpartition(".")[2] for ones in by_name.values() for one in ones if _group(one) == group]
+    alike = get_close_matches(name, own, 1, ALIKE) or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
+    closest = [get_close_matches(key, by_name[one], 1, 0.0)[0] for one in alike]
     return f"did you mean {closest[0]!r}?" if closest else "docs/reference/config.md has all keys"
+
+
+def _group(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def same_meaning(key: str, value: object = None) -> list[str]:

@@ -34,9 +34,11 @@ def check_target_modules(backbone: PreTrainedModel, targets: Sequence[str] | str
     """Check that every target module exists and can have an adapter.
 
     Raises:
-        ValueError: a target matches no module with a weight matrix, the output head, or embeddings that are
-            also the head, or it is an invalid regular expression.
+        ValueError: there is none, or one matches no module with a weight matrix, the output head, or
+            embeddings that are also the head, or it is an invalid regular expression.
     """
+    if not targets:
+        raise ValueError(f"target_modules must name a module, got {targets!r}; all-linear is each of them")
     if targets == "all-linear":
         return
     matrices = {name: module for name, module in backbone.named_modules() if _is_matrix(module)}

@@ -87,6 +87,10 @@ def test_a_name_is_answered_by_its_value_where_that_is_known(override, meant):
 def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     assert "did you mean" not in suggestion("diagnostics.wall", ["diagnostics.cache"])
     assert "'diagnostics.cache'" in suggestion("diagnostics.cahce", ["diagnostics.cache"])
+    assert "did you mean" not in suggestion("task.foo", ["algorithm.curriculum.floor"])
+    assert "'algorithm.curriculum.floor'" in suggestion(
+        "algorithm.curriculum.foo", ["algorithm.curriculum.floor"]
+    )
     assert same_meaning("cache.wall") == []
 
 
@@ -102,6 +106,8 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
         ("~reward", "reward=..."),
         ("~sft.n_steps", "sft.n_steps=..."),
         ("recipe=llm", "recipe=llm needs model.path"),
+        ("cache.policy_options=[1]", "has keys of its own, got [1]; give cache.policy_options.NAME=..."),
+        ("cache=null", "cache=null takes the place of cache.budget"),
     ],
 )
 def test_keys_that_are_added_replaced_or_removed_are_checked(override, key):

@@ -35,6 +35,12 @@ def test_names_that_match_nothing_are_named(targets, unknown):
         check_target_modules(tiny_model(), targets)
 
 
+@pytest.mark.parametrize("targets", [[], ""])
+def test_no_module_at_all_is_refused(targets):
+    with pytest.raises(ValueError, match="must name a module"):
+        check_target_modules(tiny_model(), targets)
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "embed_tokens"], r".*embed_tokens"])
 def test_embeddings_that_are_the_output_head_have_no_adapter(targets):
     tied = deepcopy(tiny_model())
