@@ -1,0 +1,98 @@
+"""python -m lit_rlkv.plan: what fits a card and how long it takes, by the settings of fit, before any work."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_rlkv.checks import Range
+from lit_rlkv.cli import compose_arguments, run_command
+from lit_rlkv.config import Config, ConfigError, check_keys, check_targets, parse_config
+from lit_rlkv.config.run_labels import Choices
+
+USAGE = """python -m lit_rlkv.plan [settings of fit] [gpu=24GB|H100|...] [prompt=512] [to=FILE.yaml] [--json]
+    gpu     a card or its memory; without it the device of this machine
+    prompt  tokens of a prompt
+    to      write the settings as a recipe
+    --json  print values for programs"""
+PROMPT = 512
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """What is to be planned."""
+
+    config: Config
+    overrides: tuple[str, ...]
+    gpu: str | None
+    n_prompt: int
+    to: Path | None
+    as_json: bool
+
+
+def main() -> None:
+    """Run the command line; exit with 1 where the config does not fit."""
+    if {"--help", "-h"} & {*sys.argv[1:]}:
+        print(USAGE)
+        return
+    run_command(_parse, ("lit_rlkv.planning.screen",), plan)
+
+
+def _parse(arguments: Sequence[str]) -> PlanArguments:
+    own = {"gpu": "", "prompt": str(PROMPT), "to": ""}
+    given = {name: value for name, _, value in (one.partition("=") for one in arguments) if name in own}
+    overrides = [one for one in arguments if one != "--json" and one.partition("=")[0] not in own]
+    own |= given
+    n_prompt = int(own["prompt"]) if own["prompt"].isdecimal() else 0
+    if not Range(least=1, most=2**24).holds(n_prompt):
+        raise ConfigError(f"prompt must be the tokens of a prompt, got {own['prompt']}; give such as prompt={PROMPT}")
+    cfg, hydra_cfg = compose_arguments("config", overrides)
+    check_keys(cfg, Choices(dict(hydra_cfg.runtime.choices), tuple(overrides)).options, overrides)
+    config = parse_config(cfg)
+    return PlanArguments(
+        config,
+        tuple(overrides),
+        own["gpu"] or None,
+        n_prompt,
+        Path(own["to"]).expanduser() if own["to"] else None,
+        "--json" in arguments,
+    )
+
+
+def plan(asked: PlanArguments) -> None:
+    """Print the plan, and write its settings if asked to.
+
+    Raises:
+        ConfigError: a card, a model or a setting is wrong.
+        SystemExit: with 1, the config does not fit.
+    """
+    from rich.console import Console
+
+    from lit_rlkv.planning.cards import find_card
+    from lit_rlkv.planning.models import roles_of
+    from lit_rlkv.planning.plan import Planner
+    from lit_rlkv.planning.screen import as_values, screen
+
+    cfg = asked.config
+    check_targets(cfg.source)
+    n_own = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) and cfg.fabric.devices > 0 else 1
+    planner = Planner(cfg, roles_of(cfg), find_card(asked.gpu), asked.n_prompt, n_own * cfg.fabric.num_nodes)
+    rows = planner.rows()
+    chosen = next(row for row in rows if row.cache == planner.cache)
+    changes = planner.changes(chosen)
+    settings = [*asked.overrides, *planner.settings(chosen)]
+    command = f"python -m lit_rlkv.fit {shlex.join(settings)}"
+    if asked.as_json:
+        print(json.dumps(as_values(planner, rows, chosen, changes), indent=1))
+    else:
+        Console(soft_wrap=True).print(screen(planner, rows, chosen, changes, command), markup=False, highlight=False)
+    if not chosen.fits:
+        sys.exit(1)
+    if asked.to is not None:
+        asked.to.write_text(planner.recipe(chosen, asked.overrides), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

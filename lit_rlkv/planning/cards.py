@@ -1,0 +1,92 @@
+"""The devices that a plan is for: their memory, its bandwidth, and matrix products."""
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from lit_rlkv.config import ConfigError
+
+GIB = 2**30
+CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
+"""Bytes of a GPU that its driver and libraries take, and share of the rest lost between allocations: assumed."""
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?G(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device."""
+
+    name: str
+    memory: int
+    """Bytes in all."""
+    bandwidth: float | None = None
+    """Bytes a second of its memory; None: unknown, and no times are planned."""
+    flops: float | None = None
+    """Dense products a second in bfloat16."""
+    is_gpu: bool = True
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a run can allocate."""
+        return int((self.memory - CONTEXT) * (1 - FRAGMENTS)) if self.is_gpu else self.memory
+
+
+def _gib(size: float) -> int:
+    return int(size * GIB)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("RTX3090", _gib(23.7), 0.936e12, 71e12),
+        Card("RTX4090", _gib(23.6), 1.008e12, 165e12),
+        Card("RTX5090", _gib(31.4), 1.792e12, 209e12),
+        Card("L4", _gib(22.2), 0.300e12, 121e12),
+        Card("A10G", _gib(22.2), 0.600e12, 70e12),
+        Card("L40S", _gib(44.5), 0.864e12, 362e12),
+        Card("A100-40GB", _gib(39.4), 1.555e12, 312e12),
+        Card("A100", _gib(79.3), 2.039e12, 312e12),
+        Card("H100", _gib(79.1), 3.35e12, 989e12),
+        Card("H200", _gib(139.8), 4.8e12, 989e12),
+        Card("B200", _gib(178.4), 8.0e12, 2250e12),
+    )
+}
+"""By the makers' data sheets: A100 of 80 GB, H100 and H200 SXM; memory as the driver reports it, about."""
+
+
+def find_card(name: str | None) -> Card:
+    """Return a card by its name or by its gigabytes; None: the device of this machine.
+
+    A card of so many gigabytes has the speed of the one in `CARDS` whose memory is nearest.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name is None:
+        return _own_card()
+    known = {_plain(one): card for one, card in CARDS.items()}
+    if (plain := _plain(name)) in known:
+        return known[plain]
+    size = SIZE.fullmatch(name.strip())
+    if size is None or not 1 <= float(size[1]) <= 4096:
+        raise ConfigError(
+            f"gpu={name} is no card known here and no size; give one of {', '.join(CARDS)}, or its memory, such "
+            "as gpu=24GB"
+        )
+    memory = int(0.985 * float(size[1]) * GIB)  # of which the driver keeps some
+    like = min(CARDS.values(), key=lambda card: abs(card.memory - memory))
+    return replace(like, name=f"{size[1]} GB (as fast as {like.name})", memory=memory)
+
+
+def _own_card() -> Card:
+    if not torch.cuda.is_available():
+        return Card("this machine's CPU", machine_memory(), is_gpu=False)
+    name = torch.cuda.get_device_name()
+    memory = int(torch.cuda.get_device_properties(0).total_memory)
+    like = next((card for one, card in sorted(CARDS.items(), reverse=True) if _plain(one) in _plain(name)), None)
+    return Card(name, memory) if like is None else replace(like, name=name, memory=memory)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")

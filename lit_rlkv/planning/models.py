@@ -1,0 +1,75 @@
+"""The models of a run on the meta device: shapes and no weights, from a config.json or a preset."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
+from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.backbone import text_config
+from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.layouts import CRITICS
+from lit_rlkv.models.loading import friendly_errors
+
+N_PRESET_TOKENS = 64
+"""Vocabulary of a preset, about that of a task's own tokenizer."""
+
+
+def needed_roles(cfg: Config) -> set[str]:
+    """Return the roles beside the policy that a config needs."""
+    needed = {*build(cfg.algorithm.advantage).needs}
+    needed |= {"reward"} if cfg.reward.learned != 0 else set()
+    needed |= {"reference"} if cfg.algorithm.kl.weight > 0 else set()
+    distillation = None if cfg.distillation is None else build(cfg.distillation)
+    return needed | {*getattr(distillation, "needs", ())}
+
+
+def roles_of(cfg: Config) -> Roles:
+    """Return the roles of a config with their adapters and heads, on the meta device and in the run's dtype.
+
+    Raises:
+        ConfigError: there is no config of the model, or no model of its type.
+    """
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(cfg.fabric.precision, torch.float32)
+    settings = cfg.roles
+    targets = settings.target_modules
+    needed = needed_roles(cfg)
+    config = None if cfg.model.path is None else model_config(cfg.model.path)
+
+    def load(_: str) -> PreTrainedModel:
+        if config is None:
+            assert cfg.model.preset is not None
+            model: PreTrainedModel = build(cfg.model.preset)(N_PRESET_TOKENS, 0, 1)
+        else:
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return model.to(dtype)
+
+    with as_config_errors("model"), torch.device("meta"):
+        first = load("policy")
+        return Roles(
+            settings.layout,
+            load,
+            lora=LoraSpec(settings.rank, settings.alpha, targets if isinstance(targets, str) else list(targets)),
+            needed=needed,
+            reward_head=ScalarHead(text_config(first).hidden_size).state_dict() if needed & {*CRITICS} else None,
+        )
+
+
+def model_config(path: str) -> PretrainedConfig:
+    """Return the config of a model path; of a hub name its config.json alone is fetched.
+
+    Raises:
+        ConfigError: it cannot be had, or transformers has no model of its type.
+    """
+    check_source(path)
+    file = find_gguf(path)
+    try:
+        with friendly_errors(path):
+            if file is not None:
+                return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+            return AutoConfig.from_pretrained(expanded(path), trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(
+            f"model.path={path}: {' '.join(str(error).split())[:300]}; give a folder with its config.json, which is all "
+            "that a plan reads"
+        ) from error

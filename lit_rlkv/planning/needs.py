@@ -1,0 +1,106 @@
+"""Bytes that a rollout and a pass of the learner need beside the models, by what they are for."""
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+import torch
+from transformers import PreTrainedModel
+
+from lit_rlkv.config.schema import RolloutConfig
+from lit_rlkv.kernels.quantization import quantized_bytes, record_bytes
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.kvcache.layer_kind import LayerKind
+from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
+from lit_rlkv.models.packed_linear import packed_size
+from lit_rlkv.models.routing import expert_dtype, routers_of
+from lit_rlkv.rollout.generate import n_concurrent_rows
+from lit_rlkv.rollout.mask_record import N_SLOTS
+
+CACHE, PREFILL, STEP = "KV cache", "activations of prompts", "logits of a step"
+RECORDS = ("record of evictions", "record of codes", "record of experts")
+"""Needs that are allocated in full before the first token."""
+EVICTED_AT_BYTES = 4
+LOGIT_BYTES = {True: 8, False: 12}
+"""Bytes beside each logit while a token is sampled, on a GPU and elsewhere."""
+SORTING_BYTES = 26
+"""Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
+KEPT_ID_BYTES = 4
+PROBABILITY_BYTES, MOST_PROBABILITIES = 13, 2**26
+"""Bytes of a probability while prompts are read under a policy that adds up attention, and most of them."""
+COLUMN_BYTES, ATTENTION_BYTES = 8, 4
+"""Bytes of a slot's column, and of the attention that it has received."""
+
+
+def rollout_needs(
+    model: PreTrainedModel,
+    cache: CacheSpec,
+    prompts_shape: tuple[int, int],
+    settings: RolloutConfig,
+    group: int,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """Return the bytes that `generate` needs beside the model, by what they are for, the largest first.
+
+    Prompts are read before the first step, so the larger of `PREFILL` and `STEP` counts for the peak. It is an
+    estimate if layers differ in size.
+
+    Args:
+        prompts_shape: prompts at a time, and tokens of the longest one.
+        group: responses to each prompt.
+        dtype: of activations and cache.
+    """
+    config, kinds = text_config(model), [kind for kind in layer_kinds(model) if kind.attends]
+    n_prompts, n_prompt_columns = prompts_shape
+    n_columns = n_prompt_columns + settings.max_new_tokens
+    n_rows = n_concurrent_rows(n_prompts, group, settings.max_rows)
+    n_responses, n_heads, itemsize = n_prompts * group, n_kv_heads(model), dtype.itemsize
+    n_tokens, dim, hidden = int(config.vocab_size), max(head_dims(model)), int(config.hidden_size)
+    slots = _slots(cache, kinds, n_columns, n_prompt_columns)
+    of_key = 2 * quantized_bytes(dim, cache.dtype, dtype)
+    needs = {
+        CACHE: sum(slots) * n_rows * n_heads * of_key,
+        "record of evictions": len(kinds) * n_rows * n_heads * n_columns * EVICTED_AT_BYTES,
+        STEP: n_rows * n_tokens * (itemsize + LOGIT_BYTES[model.device.type != "cpu"]),
+    }
+    if cache.is_dense and kinds:  # it grows, and for a while a layer has both sizes
+        needs["growth of a layer"] = max(slots) * n_rows * n_heads * of_key
+    else:
+        needs["columns of slots"] = sum(slots) * n_rows * n_heads * COLUMN_BYTES
+    n_read = min(n_prompt_columns, settings.prefill_chunk or n_prompt_columns)
+    width = int(optional_setting(config, "intermediate_size") or 4 * hidden)
+    needs[PREFILL] = int(n_prompts * n_read * (3.5 * width + 4 * hidden) * itemsize)
+    policy = cache.make_policy()
+    if policy is not None and policy.tracks_attention is not None:
+        needs["attention of slots"] = sum(slots) * n_rows * n_heads * ATTENTION_BYTES
+        n_pairs = n_prompts * int(config.num_attention_heads) * n_read * n_prompt_columns
+        needs[PREFILL] += PROBABILITY_BYTES * min(n_pairs, MOST_PROBABILITIES)
+    if policy is not None and policy.sees_queries:
+        n_query_heads = int(config.num_attention_heads)
+        needs["latest queries"] = len(kinds) * n_rows * n_query_heads * cache.window * dim * itemsize
+    if cache.dtype is not None:
+        n_bytes = 2 * record_bytes(dim, cache.dtype)
+        needs["record of codes"] = len(kinds) * n_rows * n_heads * n_columns * n_bytes
+        needs["numbers of a layer's codes"] = 2 * max(slots) * n_rows * n_heads * dim * itemsize
+    if settings.replay_routing:
+        routers = routers_of(model)
+        n_experts = len(routers) * max(router.k for router in routers)
+        needs["record of experts"] = n_experts * n_rows * n_columns * expert_dtype(routers).itemsize
+    if settings.top_k is not None:
+        n_ids = n_responses * settings.max_new_tokens * min(settings.top_k, n_tokens)
+        needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
+    elif settings.top_p < 1:
+        needs[STEP] += n_rows * n_tokens * SORTING_BYTES
+        needs["record of sampling masks, at most"] = N_SLOTS * n_rows * n_tokens * KEPT_ID_BYTES
+    if (n_packed := packed_size(model)) and not settings.compile_layers:
+        needs["weights packed for decoding"] = n_packed * itemsize
+    return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
+
+
+def _slots(cache: CacheSpec, kinds: Sequence[LayerKind], n_columns: int, n_prompt: int) -> list[int]:
+    """Return the slots of a row in each layer with attention."""
+    budgets = iter(cache.layer_budgets(sum(kind.in_profile for kind in kinds)))
+    found = []
+    for kind in kinds:
+        own = cache.n_slots(n_columns, n_prompt, next(budgets) if kind.in_profile else None)
+        found.append(own if kind.window is None or kind.window >= n_columns else kind.window)
+    return found

@@ -1,0 +1,283 @@
+"""The plan: for each cache how many rows a card decodes at a time, its peaks of memory, and its seconds."""
+
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_rlkv.config.schema import Config
+from lit_rlkv.kernels.quantization import quantized_bytes
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.planning.cards import Card
+from lit_rlkv.planning.needs import PREFILL, STEP, learner_needs, rollout_needs
+from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_seconds
+
+NF4_BYTES = 0.56
+"""Bytes of a weight in NF4 with its scales."""
+MOMENTS_BYTES, AUTOCAST_BYTES = 8, 2
+"""Bytes of two moments of a trained weight, and of autocast's copy of one in 16 bits."""
+SIXTEEN_BITS = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Dtype that a precision computes in, if it is not that of the weights."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Settings of different families for the number of experts."""
+MAX_TOKENS = 2**22
+"""Longest sequence that is looked for."""
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a card can do with one cache."""
+
+    cache: CacheSpec
+    n_rows: int
+    """Responses that it decodes at a time; 0: not even one group fits."""
+    rollout: Bytes
+    """Bytes at the peak, by what they are for; of one group if none fits."""
+    update: Bytes
+    tokens_per_pass: int
+    """Tokens of the learner's largest pass; 0: not even one sequence fits."""
+    rollout_s: float | None
+    """Seconds; None: unknown for this device, or it does not fit."""
+    update_s: float | None
+
+    @property
+    def fits(self) -> bool:
+        """True if a run with this cache is possible."""
+        return self.n_rows > 0 and self.tokens_per_pass > 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that would let a run fit, or more of it at a time."""
+
+    setting: str
+    effect: str
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans one run on one card.
+
+    Args:
+        roles: its models, on the meta device.
+        n_prompt: tokens of a prompt.
+        n_ranks: devices of the run, each such a card.
+    """
+
+    cfg: Config
+    roles: Roles
+    card: Card
+    n_prompt: int
+    n_ranks: int = 1
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The backbone that samples and learns."""
+        return self.roles.backbone("policy")
+
+    @property
+    def n_columns(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.n_prompt + self.cfg.rollout.max_new_tokens
+
+    @property
+    def n_responses(self) -> int:
+        """Responses of a rank and iteration."""
+        return -(-self.cfg.rollout.n_prompts // self.n_ranks) * self.cfg.algorithm.group_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations and of an unquantized cache."""
+        return SIXTEEN_BITS.get(self.cfg.fabric.precision, self.policy.dtype)
+
+    @cached_property
+    def model_bytes(self) -> Bytes:
+        """Bytes of weights, gradients and optimizer of a rank."""
+        is_sharded = self.cfg.fabric.strategy == "fsdp2"
+        found = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
+        for weight in self.roles.parameters():
+            found["weights"] += weight.numel() * self._size(weight)
+            if weight.requires_grad:
+                found["gradients"] += weight.numel() * weight.itemsize
+                found["optimizer"] += weight.numel() * MOMENTS_BYTES
+                if self.dtype != weight.dtype and self.trains_all:
+                    found["weights"] += weight.numel() * AUTOCAST_BYTES
+        return {what: int(n / (self.n_ranks if is_sharded else 1)) for what, n in found.items()}
+
+    def _size(self, weight: nn.Parameter) -> float:
+        """Return the bytes of each number of a weight."""
+        return NF4_BYTES if id(weight) in self._packed else weight.itemsize
+
+    @cached_property
+    def _packed(self) -> set[int]:
+        """The weights of linear layers that are quantized; an output head is not."""
+        if self.cfg.fabric.quantization is None:
+            return set()
+        heads = {id(self.roles.named_backbone(name).get_output_embeddings().weight) for name in self.roles.backbones}
+        linear = {id(one.weight) for one in self.roles.backbones.modules() if isinstance(one, nn.Linear)}
+        adapters = {id(weight) for weight in self.roles.parameters() if weight.requires_grad}
+        return linear - heads - adapters
+
+    @property
+    def trains_all(self) -> bool:
+        """True if whole backbones learn, not adapters."""
+        return LAYOUTS[self.cfg.roles.layout].trains_backbones
+
+    def rows(self) -> list[Row]:
+        """Return the plan with all keys, and with twice, all and half of the budget."""
+        return [self.row(cache) for cache in self.caches()]
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The configured cache."""
+        return CacheSpec.of(self.cfg.cache)
+
+    def caches(self) -> Iterator[CacheSpec]:
+        """Yield the caches to compare: all keys, and the configured one with more and fewer."""
+        own = self.cache
+        if own.is_dense:
+            yield own
+            return
+        yield CacheSpec.dense()
+        least = own.sink + own.window + 1
+        for budget in sorted({2 * own.budget, own.budget, max(own.budget // 2, least)}, reverse=True):
+            yield replace(own, budget=budget)
+
+    def row(self, cache: CacheSpec) -> Row:
+        """Return the plan with one cache, of as many rows and tokens as fit."""
+        group, room = self.cfg.algorithm.group_size, self.card.usable
+        most = min(self.cfg.rollout.max_rows or self.n_responses, self.n_responses)
+        sizes = [n for n in range(group, max(most, group) + 1, group)]
+        fitting = [n for n in sizes if sum(self.rollout_bytes(cache, n).values()) <= room]
+        n_rows = max(fitting, default=0)
+        passes = [n for n in _pass_sizes(self.n_columns) if sum(self.update_bytes(n).values()) <= room]
+        tokens = max(passes, default=0) * self.n_columns
+        seconds = self._seconds(cache, n_rows) if n_rows and tokens else (None, None)
+        return Row(
+            cache,
+            n_rows,
+            self.rollout_bytes(cache, n_rows or group),
+            self.update_bytes(max(passes, default=1)),
+            tokens,
+            *seconds,
+        )
+
+    def rollout_bytes(self, cache: CacheSpec, n_rows: int) -> Bytes:
+        """Return the bytes at the peak of a rollout of so many rows at a time."""
+        group = self.cfg.algorithm.group_size
+        needs = rollout_needs(
+            self.policy, cache, (-(-n_rows // group), self.n_prompt), self.cfg.rollout, group, self.dtype
+        )
+        models = {what: n for what, n in self.model_bytes.items() if what != "gradients"}
+        # Prompts are read before the first step.
+        if needs[PREFILL] < needs[STEP]:
+            del needs[PREFILL]
+        else:
+            del needs[STEP]
+        return models | needs
+
+    def update_bytes(self, n_rows: int, n_columns: int | None = None) -> Bytes:
+        """Return the bytes at the peak of a pass of the learner."""
+        checkpoints = self.cfg.roles.gradient_checkpointing
+        columns = self.n_columns if n_columns is None else n_columns
+        return self.model_bytes | learner_needs(self.policy, n_rows, columns, self.dtype, checkpoints)
+
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence that the learner takes, to 128; 0: none."""
+        fits = [n for n in range(128, MAX_TOKENS, 128)]
+        return fits[bisect(fits, False, key=lambda n: sum(self.update_bytes(1, n).values()) > self.card.usable) - 1]
+
+    def changes(self, row: Row) -> list[Change]:
+        """Return settings with which more rows or longer sequences fit, or any at all."""
+        found = []
+        for setting, cfg in self._other_configs():
+            planner = replace(self, cfg=cfg, roles=roles_of(cfg) if setting.startswith("roles.layout") else self.roles)
+            other = planner.row(planner.cache)
+            longest = planner.longest()
+            if other.n_rows > row.n_rows or longest > self.longest():
+                does_fit = "fits" if other.fits and not row.fits else "then" if other.fits else "does not fit yet"
+                found.append(Change(setting, f"{does_fit}, {other.n_rows} rows at a time, sequences of up to {longest:,} tokens learn"))
+        return found
+
+    def _other_configs(self) -> Iterator[tuple[str, Config]]:
+        cfg, is_gpu = self.cfg, self.card.is_gpu
+        roles = cfg.roles
+        if not roles.gradient_checkpointing:
+            yield "roles.gradient_checkpointing=true", replace(cfg, roles=replace(roles, gradient_checkpointing=True))
+        if is_gpu and roles.gradient_checkpointing != "host":
+            yield "roles.gradient_checkpointing=host", replace(cfg, roles=replace(roles, gradient_checkpointing="host"))
+        if is_gpu and cfg.fabric.quantization is None and not self.trains_all and cfg.model.path is not None:
+            yield "fabric.quantization=4bit", replace(cfg, fabric=replace(cfg.fabric, quantization="4bit"))
+        if cfg.cache.dtype is None:
+            yield "cache.dtype=int8", replace(cfg, cache=replace(cfg.cache, dtype="int8"))
+
+    def settings(self, row: Row) -> list[str]:
+        """Return the settings, beside those of the config, that make it run as planned."""
+        is_whole = row.n_rows >= self.n_responses
+        return [] if is_whole or not row.n_rows else [f"rollout.max_rows={row.n_rows}"]
+
+    def _seconds(self, cache: CacheSpec, n_rows: int) -> tuple[float | None, float | None]:
+        if self.card.bandwidth is None:
+            return None, None
+        group, n_tokens, n = self.cfg.algorithm.group_size, self.cfg.rollout.max_new_tokens, self.n_responses
+        work, prompts = self._work(cache, n_rows), self.n_prompt * -(-n // group)
+        is_compiled = self.cfg.rollout.compile_layers
+        rollout = rollout_seconds(work, self.card, n_rows, n, prompts, n_tokens, is_compiled=is_compiled)
+        update = update_seconds(work, self.card, n, n * n_tokens + prompts)
+        return rollout, update * self.cfg.algorithm.n_epochs
+
+    def _work(self, cache: CacheSpec, n_rows: int) -> Work:
+        config = text_config(self.policy)
+        n_heads, dim = int(config.num_attention_heads), max(head_dims(self.policy))
+        of_key = 2 * n_kv_heads(self.policy) * quantized_bytes(dim, cache.dtype, self.dtype)
+        level = None if cache.is_dense else cache.budget + cache.interval / 2 + self.n_prompt * cache.protect_prompt
+        keys, n_pairs, n_tokens = 0.0, 0.0, self.cfg.rollout.max_new_tokens
+        for kind in (kind for kind in layer_kinds(self.policy) if kind.attends):
+            levels = [one for one in (level, kind.window) if one is not None and one < self.n_columns]
+            mean = mean_keys(self.n_prompt, n_tokens, min(levels, default=None))
+            keys += mean
+            n_pairs += mean * n_tokens + self.n_prompt**2 / 2
+        weights, active = self._weights(n_rows)
+        return Work(
+            weight_bytes=weights,
+            n_products=active,
+            n_layers=int(config.num_hidden_layers),
+            key_bytes=keys * of_key,
+            attention_flops=4 * dim * n_heads * n_pairs,
+            is_dense=cache.is_dense,
+            trains_all=self.trains_all,
+            recomputes=bool(self.cfg.roles.gradient_checkpointing),
+            n_scorings=1 + ("reference" in self.roles.needed),
+        )
+
+    def _weights(self, n_rows: int) -> tuple[int, int]:
+        """Return the bytes of matrices that a decode step of so many rows reads, and the weights of a token."""
+        tables = {id(one.weight) for one in self.policy.modules() if isinstance(one, nn.Embedding)}
+        head = self.policy.get_output_embeddings().weight
+        config = text_config(self.policy)
+        chosen = optional_setting(config, "num_experts_per_tok")
+        n_experts = next((n for name in EXPERTS if (n := optional_setting(config, name))), None)
+        share = 1.0 if chosen is None or n_experts is None else chosen / n_experts
+        n_bytes, n_active = 0.0, 0.0
+        for name, weight in self.policy.named_parameters():
+            if weight.ndim < 2 or "lora_" in name or (id(weight) in tables and weight is not head):
+                continue
+            is_expert = ".experts." in name
+            size = self._size(weight)
+            n_bytes += weight.numel() * size * (1 - (1 - share) ** n_rows if is_expert else 1)
+            n_active += weight.numel() * (share if is_expert else 1)
+        return int(n_bytes), int(n_active)
+
+
+def _pass_sizes(n_columns: int) -> range:
+    """Return the numbers of sequences that a pass may hold."""
+    return range(1, max(TOKENS_PER_PASS // n_columns, 1) + 1)

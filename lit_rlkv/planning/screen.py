@@ -1,0 +1,109 @@
+"""A plan as one screen of text, or as plain values."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lit_rlkv.models.backbone import n_kv_heads, text_config
+from lit_rlkv.planning.plan import Change, Planner, Row
+from lit_rlkv.reporting.tables import make_table
+from lit_rlkv.units import human_bytes, human_seconds
+
+HEADINGS = ("cache", "rows", "rollout", "update", "tokens/s", "rollout s", "update s", "")
+LEAST_SHOWN = 2**26
+"""Bytes from which a part is named by itself."""
+
+
+def screen(planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str) -> RenderableType:
+    """Return the plan for people.
+
+    Args:
+        chosen: the row of the configured cache.
+        changes: settings that would help.
+        command: that starts the run.
+    """
+    lines = [*_title(planner), make_table(HEADINGS, [_cells(planner, row, row is chosen) for row in rows])]
+    said = [
+        f"rollout: {_parts(chosen.rollout)}",
+        f"update: {_parts(chosen.update)}",
+        f"the longest sequence that learns has {planner.longest():,} tokens",
+        *(f"{change.setting}: {change.effect}" for change in changes),
+        *_remarks(planner),
+        command if chosen.fits else "it does not fit: change one of the settings above",
+    ]
+    return Group(*lines, *(Text(each) for each in said))
+
+
+def _title(planner: Planner) -> Iterator[Text]:
+    cfg, policy = planner.cfg, planner.policy
+    config = text_config(policy)
+    n_weights = sum(weight.numel() for name, weight in policy.named_parameters() if "lora_" not in name)
+    trained = "all weights" if planner.trains_all else f"LoRA of rank {cfg.roles.rank}"
+    precision = cfg.fabric.precision if cfg.fabric.quantization is None else f"base in {cfg.fabric.quantization}"
+    yield Text(
+        f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, {config.num_hidden_layers} layers "
+        f"of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {cfg.roles.gradient_checkpointing}"
+    )
+    devices = "" if planner.n_ranks == 1 else f"{planner.n_ranks} × "
+    yield Text(
+        f"{devices}{planner.card.name}: {human_bytes(planner.card.usable)} usable; {planner.n_responses} responses of "
+        f"{cfg.rollout.max_new_tokens:,} tokens after prompts of {planner.n_prompt:,}, groups of {cfg.algorithm.group_size}"
+    )
+
+
+def _cells(planner: Planner, row: Row, is_chosen: bool) -> list[str]:
+    n_tokens = planner.n_responses * planner.n_ranks * planner.cfg.rollout.max_new_tokens
+    room = planner.card.usable
+    times = ["–"] * 3
+    if row.rollout_s is not None and row.update_s is not None:
+        times = [f"{n_tokens / row.rollout_s:,.0f}", human_seconds(row.rollout_s), human_seconds(row.update_s)]
+    peaks = [f"{human_bytes(n)}{' (too much)' if n > room else ''}" for n in map(total, (row.rollout, row.update))]
+    note = "<- this config" if is_chosen else ""
+    return [row.cache.label, str(row.n_rows or "–"), *peaks, *times, note]
+
+
+def total(parts: Mapping[str, int]) -> int:
+    """Return the sum of all parts."""
+    return sum(parts.values())
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    shown = {what: n for what, n in parts.items() if n >= LEAST_SHOWN} or parts
+    ordered = sorted(shown.items(), key=lambda part: part[1], reverse=True)
+    return ", ".join(f"{what} {human_bytes(n)}" for what, n in ordered)
+
+
+def _remarks(planner: Planner) -> Iterator[str]:
+    if planner.card.bandwidth is None:
+        yield "times are planned for GPUs alone"
+    else:
+        yield "times are planned, from what one H100 reached: within about 30 % on other cards"
+
+
+def as_values(planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change]) -> dict[str, Any]:
+    """Return the plan for programs; sizes are bytes, times seconds."""
+    return {
+        "card": planner.card.name,
+        "usable": planner.card.usable,
+        "n_responses": planner.n_responses,
+        "n_prompt_tokens": planner.n_prompt,
+        "longest_sequence": planner.longest(),
+        "rows": [
+            {
+                "cache": row.cache.label,
+                "budget": None if row.cache.is_dense else row.cache.budget,
+                "is_chosen": row is chosen,
+                "fits": row.fits,
+                "rows": row.n_rows,
+                "tokens_per_pass": row.tokens_per_pass,
+                "rollout_bytes": row.rollout,
+                "update_bytes": row.update,
+                "rollout_s": row.rollout_s,
+                "update_s": row.update_s,
+            }
+            for row in rows
+        ],
+        "changes": {change.setting: change.effect for change in changes},
+    }
