@@ -255,13 +255,14 @@ class Record(TensorBatch):
     ) -> "Record":
         """Return what a learner's forward replays: the sampler's keys and codes, or all keys as they are.
 
-        Keys of padding are never seen, and none after the end of its row. The tokens that the sampler chose
-        from are not part of it, because the head reads them.
+        It is on the device of the mask. Keys of padding are never seen, and none after the end of its row.
+        The tokens that the sampler chose from are not part of it, because the head reads them.
 
         Args:
             routing: False lets the routers choose for themselves.
         """
-        experts = self.expert_ids if routing else None
+        record = self.to(attention_mask.device)
+        experts = record.expert_ids if routing else None
         if not shadow:
             return replace(self.dense(attention_mask), expert_ids=experts)
         if self.evicted_at.shape[1] == 0:
@@ -269,9 +270,9 @@ class Record(TensorBatch):
                 "the rollout has lost its record of evictions (Rollout.without_records), and cannot be "
                 "replayed without it; keep the rollout as generate returns it"
             )
-        seen = torch.minimum(wide(self.evicted_at), _row_ends(attention_mask)[:, None, None].int())
+        seen = torch.minimum(wide(record.evicted_at), _row_ends(attention_mask)[:, None, None].int())
         seen = seen.masked_fill(~attention_mask[:, None, None], 0)
-        return Record(seen, codes=self.codes, expert_ids=experts)
+        return Record(seen, codes=record.codes, expert_ids=experts)
 
     def until(self, column: int) -> "Record":
         """Return a view of the columns before this one."""

@@ -61,8 +61,7 @@ class CacheStatistics(RowsDiagnostic):
         if n_evicted > 0:
             self._add_lifetimes(evicted)
             n_rows = min(self.n_rows, max(self.tokens_per_pass // rollout.input_ids.shape[1], 1))
-            sample = rollout.rows(evenly_spaced_rows(rollout, n_rows))
-            self._add_attention(sample.to(rollout.input_ids.device))
+            self._add_attention(rollout.rows(evenly_spaced_rows(rollout, n_rows)))
         else:
             self.scalars |= WITHOUT_EVICTIONS
 

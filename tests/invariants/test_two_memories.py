@@ -45,6 +45,9 @@ def test_a_record_waits_on_the_host_until_its_micro_batch_comes(subject: str, wa
         assert devices_of(rollout.record) == {HOST.type}
         assert devices_of(replace(rollout, record=Record(rollout.input_ids))) == {"cpu"}
         assert gap(one(), rollout) < TOLERANCE
+        for shadow in (True, False):
+            view = rollout.record.view(rollout.attention_mask, shadow=shadow)
+            assert devices_of(view) == {"cpu"}
         _, part = next(passes(rollout, 60))
         assert devices_of(part) == {"cpu"}
         assert gap(one(), part) < TOLERANCE
