@@ -55,8 +55,9 @@ def test_records_of_rows_that_have_ended_are_a_need_of_the_host_alone(monkeypatc
     for what in ("record of evictions", "record of codes"):
         assert there[what] == here[what] * 8 / (8 + 16)
     assert there["record of sampling masks, at most"] == 8 * 10 * 20 * 4
-    long = rollout_needs(model, SPEC, (4, 65_525), settings, GROUP)["record of evictions"]
-    assert long == 2 * (8 + 16) * 2 * 65_535 * 4  # beyond 16 bits
+    for n_prompt, itemsize in ((65_524, 2), (65_525, 4)):  # with 10 more, to the end of 16 bits and beyond it
+        long = rollout_needs(make_model(), SPEC, (4, n_prompt), settings, GROUP)["record of evictions"]
+        assert long == 2 * (8 + 16) * 2 * (n_prompt + 10) * itemsize
 
 
 def test_layers_with_a_window_need_no_table_to_decode():
