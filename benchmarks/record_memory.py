@@ -5,11 +5,11 @@
 A decoder of random weights with 8 layers of 4 KV heads samples all responses at once, under a budget of 64
 keys, and their rows are copied 8 at a time. Printed are bytes for each token of prompts and responses:
 
-    decoding  the tables that the cache writes while it decodes, on the device
-    reading   what the device takes beside them to copy the rows that have ended, tokens and record, at most
-    device    the record that waits for the update on the device
-    host      the same in host memory
-    pass      for each token of a pass of the update: its part of the record, on the device
+    decoding      the tables that the cache writes while it decodes, on the device
+    reading       what the device takes beside them to copy the rows that have ended, tokens and record, at most
+    device_bytes  the record that waits for the update on the device
+    host_bytes    the same in host memory
+    pass          for each token of a pass of the update: its part of the record, on the device
 
 On a CPU both memories are one, and the record is counted apart. PYTHONPATH=CHECKOUT measures another version.
 """
@@ -41,7 +41,7 @@ SHAPE = {
     "head_dim": 8,
     "intermediate_size": 32,
 }
-COLUMNS = ("decoding", "reading", "device", "host", "pass")
+COLUMNS = ("decoding", "reading", "device_bytes", "host_bytes", "pass")
 ROWS_AT_ONCE, PROMPT, TOKENS_PER_PASS = 8, 16, 1024
 CACHE = CacheSpec("streaming", budget=64, interval=16, sink=4, window=16)
 
@@ -84,8 +84,8 @@ def measure(n_responses: int, n_tokens: int) -> dict[str, float]:
     return {
         "decoding": tables / n_all,
         "reading": (meter.peak_bytes() - before - on_host) / n_all,
-        "device": (kept - on_host) / n_all,
-        "host": on_host / n_all,
+        "device_bytes": (kept - on_host) / n_all,
+        "host_bytes": on_host / n_all,
         "pass": part.record.evicted_at.nbytes / part.input_ids.numel(),
     }
 
