@@ -6,7 +6,7 @@ A decoder of random weights with 8 layers of 4 KV heads samples all responses at
 keys, and their rows are copied 8 at a time. Printed are bytes for each token of prompts and responses:
 
     decoding      the tables that the cache writes while it decodes, on the device
-    reading       what the device takes beside them to copy the rows that have ended, tokens and record, at most
+    reading       what the device takes beside them at most to copy rows that have ended, with their tokens
     device_bytes  the record that waits for the update on the device
     host_bytes    the same in host memory
     pass          for each token of a pass of the update: its part of the record, on the device

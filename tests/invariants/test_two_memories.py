@@ -1,6 +1,10 @@
 """The record waits in host memory, and only what a forward replays of it comes to the device."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +14,13 @@ from lit_rlkv.reporting.eviction_record import eviction_record
 from lit_rlkv.types import Record, Rollout, TensorBatch
 from tests.callbacks.measuring import ALGORITHMS, assert_same_training, trained
 from tests.callbacks.test_diagnostics_leave_training_unchanged import all_diagnostics
+from tests.experience.test_resampling import collected
 from tests.invariants.test_record import OPERATIONS, SUBJECTS, WAYS
 from tests.memories import HOST, two_memories
 from tests.rollouts import TOLERANCE, gap, roll_out
+from tests.test_learned_evictions import LEARNED
 from tests.tiers import slow
+from tests.whole_runs import config, rows_of, run
 
 CASES = [
     ("h2o", "rows taken over"),
@@ -98,3 +105,27 @@ def test_training_with_all_diagnostics_is_the_same(algorithm: str, arm: str, dis
             del row[name]
     assert plain[0][0]["kv/overlap_mean"] < 1
     assert_same_training(plain, found)
+
+
+def test_groups_are_replaced_where_the_record_waits():
+    options = {"resample": 8, "rollout": {"max_new_tokens": 10, "top_p": 0.9}}
+    expected = collected(**options).rollout
+    with two_memories():
+        experience = collected(**options)
+        assert experience.n_rounds > 1
+        assert devices_of(experience.rollout.record) == {HOST.type}
+        found = experience.rollout.to("cpu")
+    assert same(found, expected)
+
+
+@pytest.mark.slow
+def test_a_run_that_trains_its_evictions_is_the_same(tmp_path: Path, share_sft_model: Callable[..., Any]):
+    share_sft_model(config(tmp_path, *LEARNED))
+    run(tmp_path, "expected", *LEARNED)
+    with two_memories():
+        run(tmp_path, "found", *LEARNED)
+    pairs = zip(rows_of(tmp_path / "found"), rows_of(tmp_path / "expected"), strict=True)
+    for found, expected in pairs:
+        names = [name for name in found if not re.search(r"time/|perf/|memory/|second", name)]
+        assert any(name.startswith("eviction/") for name in names)
+        assert {name: found[name] for name in names} == {name: expected[name] for name in names}
