@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 NEVER = torch.iinfo(torch.int32).max
 """Eviction time of a key that is never evicted."""
+MOST_NARROW = 2**16 - 2
+"""Most columns whose eviction times are kept in 16 bits."""
 OWN_CHOICE = -1
 """In place of an expert that was recorded: the router chooses for itself."""
 
@@ -100,6 +102,22 @@ class TensorBatch:
             return batches[0]
         names = [f.name for f in fields(cls)]
         return replace(batches[0], **{name: joined([getattr(b, name) for b in batches]) for name in names})
+
+
+def times_dtype(n_columns: int) -> torch.dtype:
+    """Return the dtype in which eviction times of so many columns are kept; `to` this dtype narrows them.
+
+    int16 holds the lower 16 bits, which are all of a time up to `MOST_NARROW`, and -1 for `NEVER`.
+    """
+    return torch.int16 if n_columns <= MOST_NARROW else torch.int32
+
+
+def wide(times: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+    """Return eviction times as int32 if they are kept in 16 bits, else as they are."""
+    if times.dtype != torch.int16:
+        return times
+    found = times.int() & 0xFFFF
+    return found.masked_fill_(found == 0xFFFF, NEVER)
 
 
 @dataclass(frozen=True)
@@ -192,10 +210,16 @@ class Record(TensorBatch):
     """All that the sampler saw and chose beside its tokens, as a learner replays it.
 
     The last dimension of every tensor is the columns of the tokens. A part that is None was not recorded.
+    That of a rollout waits in host memory, because it may be larger than what the device has left. `select`
+    moves the rows of a micro-batch to the device of its tokens.
     """
 
     evicted_at: Int[Tensor, "batch layer kv_head seq"]
-    """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding."""
+    """First query column that no longer sees this key; NEVER if it was not evicted, 0 on padding.
+
+    As `generate` keeps it, in 16 bits up to 65,534 columns, which only `wide` and `Rollout` can read. A
+    `view` and what `select` returns are wide.
+    """
     sampling_masks: SamplingMasks | None = None
     """The token ids that each response token was chosen from; None: the whole vocabulary."""
     codes: Codes | None = None
@@ -231,13 +255,14 @@ class Record(TensorBatch):
     ) -> "Record":
         """Return what a learner's forward replays: the sampler's keys and codes, or all keys as they are.
 
-        Keys of padding are never seen, and none after the end of its row. The tokens that the sampler chose
-        from are not part of it, because the head reads them.
+        It is on the device of the mask. Keys of padding are never seen, and none after the end of its row.
+        The tokens that the sampler chose from are not part of it, because the head reads them.
 
         Args:
             routing: False lets the routers choose for themselves.
         """
-        experts = self.expert_ids if routing else None
+        record = self.to(attention_mask.device)
+        experts = record.expert_ids if routing else None
         if not shadow:
             return replace(self.dense(attention_mask), expert_ids=experts)
         if self.evicted_at.shape[1] == 0:
@@ -245,9 +270,9 @@ class Record(TensorBatch):
                 "the rollout has lost its record of evictions (Rollout.without_records), and cannot be "
                 "replayed without it; keep the rollout as generate returns it"
             )
-        seen = torch.minimum(self.evicted_at, _row_ends(attention_mask)[:, None, None].int())
+        seen = torch.minimum(wide(record.evicted_at), _row_ends(attention_mask)[:, None, None].int())
         seen = seen.masked_fill(~attention_mask[:, None, None], 0)
-        return Record(seen, codes=self.codes, expert_ids=experts)
+        return Record(seen, codes=record.codes, expert_ids=experts)
 
     def until(self, column: int) -> "Record":
         """Return a view of the columns before this one."""
@@ -260,20 +285,41 @@ class Record(TensorBatch):
             last = n_prompt[:, None, None, None].to(table.dtype)
             yield (table.minimum(last) if table is self.evicted_at else table)[..., : int(n_prompt.max())]
 
+    def rows(self, index: Tensor | slice) -> "Record":
+        """Return the chosen rows where the record is, which may be another device than that of `index`."""
+        return super().rows(index.to(self.evicted_at.device) if isinstance(index, Tensor) else index)
+
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Record":
-        """Return rows with new columns, which must be consecutive; eviction times move along."""
-        chosen = super().select(rows, columns)
+        """Return rows with new columns, which must be consecutive, on the device of `columns`.
+
+        Eviction times move along, and become `wide`. Nothing but these rows is moved.
+        """
+        chosen = self.rows(rows).to(columns.device)
+        chosen = replace(chosen, evicted_at=wide(chosen.evicted_at))
+        chosen = super(Record, chosen).select(slice(None), columns)
         starts = columns[:, :1, None, None].to(chosen.evicted_at.dtype)
         moved = (chosen.evicted_at - starts).clamp(min=0)
         return replace(chosen, evicted_at=torch.where(chosen.evicted_at == NEVER, chosen.evicted_at, moved))
 
     def padded(self, n_columns: int, n_left: int = 0) -> "Record":
         """Return the record with columns of padding around it; eviction times move along."""
-        wide, experts = super().padded(n_columns, n_left), self.expert_ids
+        found, experts = super().padded(n_columns, n_left), self.expert_ids
         if experts is not None:
             experts = F.pad(experts, (n_left, n_columns), value=OWN_CHOICE)
-        is_time = (wide.evicted_at > 0) & (wide.evicted_at != NEVER)
-        return replace(wide, evicted_at=wide.evicted_at + n_left * is_time.int(), expert_ids=experts)
+        times = found.evicted_at
+        if times.shape[-1] > MOST_NARROW:
+            times = wide(times)
+        if n_left > 0:
+            never = -1 if times.dtype == torch.int16 else NEVER
+            times = times + n_left * ((times != 0) & (times != never)).to(times.dtype)
+        return replace(found, evicted_at=times, expert_ids=experts)
+
+    @classmethod
+    def cat(cls, batches: Sequence["Record"]) -> "Record":
+        """Return the rows of all records, one after another; `wide` if one of them is."""
+        if len({each.evicted_at.dtype for each in batches}) > 1:
+            batches = [replace(each, evicted_at=wide(each.evicted_at)) for each in batches]
+        return super().cat(batches)
 
     @property
     def part_bytes(self) -> dict[str, int]:
@@ -294,6 +340,9 @@ class Rollout(TensorBatch):
 
     As sampled, columns are shared by all rows: a prompt is left-padded up to the column where every response
     starts. The rows of a micro-batch are cut to their own tokens instead, and start at column 0.
+
+    `generate` leaves the record in host memory, and `packed` moves that of chosen rows to their tokens; `to`
+    moves all of it.
     """
 
     input_ids: Int[Tensor, "batch seq"]
@@ -321,8 +370,19 @@ class Rollout(TensorBatch):
 
     @property
     def evicted_at(self) -> Int[Tensor, "batch layer kv_head seq"]:
-        """First query column that no longer sees each key; NEVER if it was not evicted, 0 on padding."""
-        return self.record.evicted_at
+        """First query column that no longer sees each key; NEVER if it was not evicted, 0 on padding.
+
+        A copy of the whole table on its own device; see `evictions`.
+        """
+        return wide(self.record.evicted_at)
+
+    def evictions(self, layer: int) -> Int[Tensor, "batch kv_head seq"]:
+        """Return `evicted_at` of one layer on the device of the tokens, which may not hold all layers'.
+
+        A table of one layer is that of all.
+        """
+        table = self.record.evicted_at
+        return wide(table[:, layer if table.shape[1] > 1 else 0].to(self.input_ids.device))
 
     def with_record(self, **parts: Any) -> "Rollout":
         """Return the rollout with other parts of its record, as `dataclasses.replace` of a `Record`."""
@@ -330,7 +390,7 @@ class Rollout(TensorBatch):
 
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
-        return replace(self, record=Record(self.evicted_at[:, :0, :0]))
+        return replace(self, record=Record(self.record.evicted_at[:, :0, :0]))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lit_rlkv.models.flat_tokens import FlatTokens
-from lit_rlkv.types import NEVER, OWN_CHOICE, Codes, Record, Rollout, SamplingMasks
+from lit_rlkv.types import (
+    MOST_NARROW,
+    NEVER,
+    OWN_CHOICE,
+    Codes,
+    Record,
+    Rollout,
+    SamplingMasks,
+    times_dtype,
+    wide,
+)
 
 SETS = [
     [[], [], [3, 1], [4], []],
@@ -86,7 +96,8 @@ def parts_of(batch: Rollout | Record) -> dict[str, Rows]:
         elif isinstance(part, SamplingMasks):
             found[name] = sets_of(part)
         elif isinstance(part, Codes | Tensor):
-            found[name] = (part.record if isinstance(part, Codes) else part).movedim(-1, 1).tolist()
+            part = part.record if isinstance(part, Codes) else part
+            found[name] = (wide(part) if name == "evicted_at" else part).movedim(-1, 1).tolist()
     return found
 
 
@@ -145,10 +156,14 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+def narrowed(rollout: Rollout) -> Rollout:
+    return rollout.with_record(evicted_at=rollout.record.evicted_at.to(torch.int16))
+
+
+@pytest.mark.parametrize("form", [lambda rollout: rollout, narrowed])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_no_operation_forgets_a_part_of_a_rollout(operation: str):
-    rollout = make_rollout()
-    parts = parts_of(rollout)
+def test_no_operation_forgets_a_part_of_a_rollout(operation: str, form: Callable[[Rollout], Rollout]):
+    parts, rollout = parts_of(make_rollout()), form(make_rollout())
     settings = {"record", "kv_bytes", "temperature"}
     assert parts.keys() == {one.name for kind in (Rollout, WithOneMore) for one in fields(kind)} - settings
     change, expected = OPERATIONS[operation]
@@ -284,3 +299,42 @@ def test_evictions_after_the_prompt_are_equal_for_it():
     for n_prompt, expected in ((3, True), (4, False)):
         (table,) = record.of_prompts(torch.tensor([n_prompt, n_prompt]))
         assert torch.equal(table[0], table[1]) == expected
+
+
+LENGTHS = [32_766, 32_767, 32_768, MOST_NARROW - 1, MOST_NARROW, MOST_NARROW + 1]
+"""Columns around what a signed and an unsigned number of 16 bits can count."""
+
+
+def long_rollout(n_columns: int) -> tuple[Rollout, Tensor]:
+    """Return a rollout as it is kept, with keys that die at the first and the last times, and the times."""
+    times = (torch.arange(n_columns) + 1).repeat(2, 2, 1, 1)
+    times[0, 0, 0, ::2], times[0, 1, 0, 5:], times[1, 0, 0, :-9] = NEVER, n_columns, n_columns - 1
+    times[1, 1, 0, :3] = 0
+    mask = torch.ones(2, n_columns, dtype=torch.bool)
+    kept = Record(times.int().to(times_dtype(n_columns)))
+    return Rollout(
+        mask.long(), mask, mask & (torch.arange(n_columns) > 2), mask.float(), kept, 0
+    ), times.int()
+
+
+@pytest.mark.parametrize("n_columns", LENGTHS)
+def test_times_kept_in_16_bits_come_back_bit_for_bit(n_columns: int):
+    rollout, times = long_rollout(n_columns)
+    assert rollout.record.evicted_at.dtype == (torch.int16 if n_columns <= 65_534 else torch.int32)
+    assert torch.equal(rollout.evicted_at, times)
+    assert all(torch.equal(rollout.evictions(layer), times[:, layer]) for layer in range(2))
+    chosen = rollout.record.select(torch.tensor([1, 0]), torch.arange(n_columns).expand(2, -1))
+    assert chosen.evicted_at.dtype == torch.int32
+    assert torch.equal(chosen.evicted_at, times.flip(0))
+    for n_left in (0, 1, 2):
+        padded = rollout.padded(1, n_left)
+        moved = times + n_left * ((times > 0) & (times != NEVER)).int()
+        assert torch.equal(padded.evicted_at[..., n_left:-1], moved)
+        assert not padded.evicted_at[..., :n_left].any()
+        both = Rollout.cat([padded, padded.with_record(evicted_at=padded.evicted_at)])
+        assert torch.equal(both.evicted_at, padded.evicted_at.repeat(2, 1, 1, 1))
+
+
+def test_times_cut_to_16_bits_beyond_their_reach_would_not_come_back():
+    _, times = long_rollout(MOST_NARROW + 2)
+    assert not torch.equal(wide(times.to(torch.int16)), times)

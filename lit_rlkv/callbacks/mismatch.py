@@ -112,7 +112,7 @@ class LayerMismatch(RowsDiagnostic):
     def measure(self, experience: Experience) -> None:
         rollout, ranks = experience.rollout, experience.ranks
         sample = rollout.rows(evenly_spaced_rows(rollout, self.n_rows, ranks))
-        n_layers, device = rollout.evicted_at.shape[1], rollout.evicted_at.device
+        n_layers, device = rollout.record.evicted_at.shape[1], rollout.input_ids.device
         kls = torch.zeros(n_layers + 1, dtype=torch.float64, device=device)
         if not has_equal_views(sample):
             with acting_as(self.policy.roles, "policy") as backbone:

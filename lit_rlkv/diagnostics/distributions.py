@@ -68,7 +68,7 @@ def layer_kls(
         hidden = response_hidden(model, view, shadow=True)
         return policy_kl(hidden, dense, head, head, temperature, vocab_size, sets=sets)
 
-    alone = [kl(_with_evictions_of(rollout, [layer])) for layer in range(rollout.evicted_at.shape[1])]
+    alone = [kl(_with_evictions_of(rollout, [layer])) for layer in range(rollout.record.evicted_at.shape[1])]
     return torch.stack([*alone, kl(rollout)])
 
 
@@ -83,8 +83,9 @@ def has_equal_views(rollout: Rollout) -> bool:
     """True if no query lost a key and no key was rounded, so that both views of the rollout are the same."""
     if rollout.record.codes is not None:
         return False
-    is_kept = rollout.evicted_at >= rollout.input_ids.shape[1]
-    return bool((is_kept | ~rollout.attention_mask[:, None, None]).all())
+    n_columns, is_padding = rollout.input_ids.shape[1], ~rollout.attention_mask[:, None]
+    layers = map(rollout.evictions, range(rollout.record.evicted_at.shape[1]))
+    return all(bool(((evicted_at >= n_columns) | is_padding).all()) for evicted_at in layers)
 
 
 def evenly_spaced_rows(rollout: Rollout, n_rows: int, ranks: Ranks = SINGLE_PROCESS) -> Int[Tensor, " row"]:

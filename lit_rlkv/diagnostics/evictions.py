@@ -39,13 +39,13 @@ def lifetimes(
     Args:
         ranks: counts are summed over the rollouts of these ranks, which must have equally many columns.
     """
-    n_layers, n_heads, seq = rollout.evicted_at.shape[1:]
-    born = torch.arange(seq, device=rollout.evicted_at.device)
+    n_layers, n_heads, seq = rollout.record.evicted_at.shape[1:]
+    born = torch.arange(seq, device=rollout.input_ids.device)
     is_key = rollout.attention_mask & response_queries(rollout.attention_mask)
-    evicted = torch.zeros(n_layers, n_heads, seq + 1, dtype=torch.long, device=rollout.evicted_at.device)
+    evicted = torch.zeros(n_layers, n_heads, seq + 1, dtype=torch.long, device=born.device)
     n_kept = evicted.new_zeros(n_layers, n_heads)
     for layer in range(n_layers):
-        evicted_at = rollout.evicted_at[:, layer]
+        evicted_at = rollout.evictions(layer)
         is_evicted = is_key[:, None] & (evicted_at != NEVER)
         n_kept[layer] = (is_key[:, None] & (evicted_at == NEVER)).sum(dim=(0, 2))
         age = torch.where(is_evicted, evicted_at - born, 0).long().transpose(0, 1).flatten(1)
@@ -66,7 +66,7 @@ def retained_fraction(
     n_born = rollout.attention_mask.long().cumsum(dim=1)
     of_queries: list[Tensor] = []
     of_last: list[Tensor] = []
-    for layer in range(rollout.evicted_at.shape[1]):
+    for layer in range(rollout.record.evicted_at.shape[1]):
         fraction = cached_keys(rollout, layer) / n_born[:, None].clamp(min=1)
         for sums, is_counted in ((of_queries, is_query), (of_last, is_last)):
             sums.append(fraction.masked_fill(~is_counted[:, None], 0.0).sum(dim=(0, 2)))
@@ -85,10 +85,10 @@ def misses_keys(rollout: Rollout) -> Bool[Tensor, "batch seq"]:
     first = torch.stack(
         [
             layer.masked_fill(~rollout.attention_mask[:, None], NEVER).flatten(1).amin(dim=1)
-            for layer in rollout.evicted_at.unbind(dim=1)
+            for layer in map(rollout.evictions, range(rollout.record.evicted_at.shape[1]))
         ]
     ).amin(dim=0)
-    column = torch.arange(rollout.evicted_at.shape[-1], device=first.device)
+    column = torch.arange(rollout.input_ids.shape[1], device=first.device)
     return response_queries(rollout.response_mask) & (column >= first[:, None])
 
 
@@ -104,7 +104,7 @@ def affected_shares(
 
 def cached_keys(rollout: Rollout, layer: int) -> Int[Tensor, "batch kv_head seq"]:
     """Return the cached keys of one layer at each column: keys written minus keys evicted so far."""
-    evicted_at, seq = rollout.evicted_at[:, layer], rollout.evicted_at.shape[-1]
+    evicted_at, seq = rollout.evictions(layer), rollout.input_ids.shape[1]
     is_key = rollout.attention_mask[:, None].expand_as(evicted_at).long()
     evictions = torch.zeros(*evicted_at.shape[:-1], seq + 1, dtype=torch.long, device=evicted_at.device)
     evictions.scatter_add_(-1, evicted_at.clamp(max=seq).long(), is_key)
@@ -195,7 +195,7 @@ class EvictedAttention:
             mass, peak, is_top = evicted_mass(
                 query,
                 key,
-                self.rollout.evicted_at[:, inputs.layer, :, :-1],
+                self.rollout.evictions(inputs.layer)[..., :-1],
                 self.rollout.attention_mask[:, :-1],
                 inputs.scaling,
                 inputs.softcap,

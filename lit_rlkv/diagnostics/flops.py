@@ -111,7 +111,7 @@ def rollout_work(rollout: Rollout, group_size: int) -> tuple[ForwardWork, int]:
     Each prompt is read once for its group. The tokens after it are read once for each response, but for its
     last one, which is never read. Logits are computed where a token is sampled after them.
     """
-    n_layers, n_kv_heads = rollout.evicted_at.shape[1:3]
+    n_layers, n_kv_heads = rollout.record.evicted_at.shape[1:3]
     column = torch.arange(rollout.input_ids.shape[1], device=rollout.input_ids.device)
     is_prompt = rollout.attention_mask & (column < prompt_columns(rollout)[:, None])
     is_read = rollout.attention_mask & response_queries(rollout.attention_mask) & ~is_prompt

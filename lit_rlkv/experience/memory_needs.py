@@ -15,9 +15,9 @@ from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout.generate import n_concurrent_rows
+from lit_rlkv.types import times_dtype
 from lit_rlkv.units import human_bytes
 
-EVICTED_AT_BYTES = 4
 SAMPLING_BYTES = 12
 """Bytes per logit while a token is sampled: log-prob, noise and probability in float32."""
 SORTING_BYTES = 26
@@ -25,12 +25,12 @@ SORTING_BYTES = 26
 KEPT_ID_BYTES = 4
 CACHE = "KV cache"
 RECORDS = ("record of evictions", "record of codes", "record of experts")
-"""Needs that are allocated in full before the first token."""
+"""Needs of a record: of the rows at a time on a GPU, and on a CPU of all responses beside them."""
 SETTINGS = {
     CACHE: "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
     "correction; rollout.max_rows",
-    "record of evictions": "rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
-    "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.n_prompts or algorithm.group_size",
+    "record of evictions": "rollout.max_new_tokens, rollout.max_rows or rollout.n_prompts",
+    "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.max_rows or rollout.n_prompts",
     "numbers of a layer's codes": "cache.budget, rollout.max_rows",
     "logits of a step": "rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",
@@ -68,28 +68,32 @@ def rollout_needs(
     n_slots = sum(cache.n_slots(n_columns, n_prompt_columns, budget) for budget in budgets)  # of all layers
     own_slots = cache.n_slots(n_columns, n_prompt_columns)
     n_slots += sum(window if window < n_columns else own_slots for window in windows)
+    is_full = [kind.window is None or kind.window >= n_columns for kind in layer_kinds(model) if kind.attends]
+    # Rows that have ended wait in host memory, which is that of a CPU's device.
+    n_ended = n_responses if model.device.type == "cpu" else 0
+    n_tables = sum(is_full) * n_rows + len(is_full) * n_ended  # a window needs none to decode
     needs = {
         CACHE: 2 * n_slots * n_rows * n_heads * quantized_bytes(dim, cache.dtype, compute_dtype(model)),
-        "record of evictions": n_layers * (n_rows + n_responses) * n_heads * n_columns * EVICTED_AT_BYTES,
+        "record of evictions": n_tables * n_heads * n_columns * times_dtype(n_columns).itemsize,
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }
     if cache.dtype is not None:
         n_bytes = 2 * record_bytes(dim, cache.dtype)
-        needs["record of codes"] = n_layers * (n_rows + n_responses) * n_heads * n_columns * n_bytes
+        needs["record of codes"] = n_layers * (n_rows + n_ended) * n_heads * n_columns * n_bytes
         most_slots = max(cache.n_slots(n_columns, n_prompt_columns, n) for n in (*budgets, None))
         needs["numbers of a layer's codes"] = 2 * most_slots * n_rows * n_heads * dim * itemsize
     if settings.replay_routing:
         routers = routers_of(model)
         n_experts = len(routers) * max(router.k for router in routers)
         needs["record of experts"] = (
-            n_experts * (n_rows + n_responses) * n_columns * expert_dtype(routers).itemsize
+            n_experts * (n_rows + n_ended) * n_columns * expert_dtype(routers).itemsize
         )
     policy = cache.make_policy()
     if policy is not None and policy.sees_queries:
         n_query_heads = int(config.num_attention_heads)
         needs["latest queries"] = n_layers * n_rows * n_query_heads * cache.window * dim * itemsize
     if settings.top_k is not None:
-        n_ids = n_responses * settings.max_new_tokens * min(settings.top_k, n_tokens)
+        n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
     elif settings.top_p < 1:
         needs["sorted logits of a step"] = n_rows * n_tokens * SORTING_BYTES

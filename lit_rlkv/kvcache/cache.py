@@ -17,7 +17,7 @@ from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.spec import CacheSpec
 from lit_rlkv.kvcache.state_layer import HybridLayer, HybridWindowLayer, StateLayer
 from lit_rlkv.kvcache.window_layer import WindowLayer
-from lit_rlkv.types import NEVER
+from lit_rlkv.types import NEVER, times_dtype
 
 
 class SlotCache(Cache):
@@ -134,9 +134,12 @@ class SlotCache(Cache):
             layer.begin(index)
 
     def table_without_evictions(self, rows: Int[Tensor, " row"] | slice) -> Int[Tensor, "row 1 seq"]:
-        """Return the eviction table of a head that keeps all keys: 0 before the first token of each row."""
+        """Return the eviction table of a head that keeps all keys: 0 before the first token of each row.
+
+        It is narrow; see `lit_rlkv.types.times_dtype`.
+        """
         column = torch.arange(self.seq_len, device=self.first.device)
-        return torch.where(column < self.first[rows, None, None], 0, NEVER).int()
+        return torch.where(column < self.first[rows, None, None], 0, NEVER).to(times_dtype(self.seq_len))
 
     @contextmanager
     def feed(self, rows: Sequence[int], is_token: Bool[Tensor, "batch new"]) -> Iterator[None]:

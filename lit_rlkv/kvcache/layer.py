@@ -21,7 +21,7 @@ from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.recent_queries import RecentQueries
 from lit_rlkv.kvcache.slots import Slots
-from lit_rlkv.types import NEVER
+from lit_rlkv.types import NEVER, wide
 
 UNUSED = -1
 """Column of a slot that holds no key."""
@@ -58,6 +58,7 @@ class SlotLayer(CacheLayerMixin):
         """Keys and values of all rows."""
         self.codes = None if cache.spec.dtype is None else CodeRecord(cache.n_rows, cache.seq_len)
         self.evicted_at: Int[Tensor, "row kv_head seq"]
+        """Narrow; `table` is wide."""
         self.columns: Int[Tensor, "row kv_head slot"]
         """`UNUSED` in the slots without a key. A dense cache, which never compacts, does not allocate it."""
         self.first_slot: Int[Tensor, "row kv_head"]
@@ -365,7 +366,7 @@ class SlotLayer(CacheLayerMixin):
 
     def table(self, rows: Int[Tensor, " row"]) -> Int[Tensor, "row kv_head seq"]:
         """Return, for each key of these rows, the first column whose query no longer sees it."""
-        return self.evicted_at[rows]
+        return wide(self.evicted_at[rows])
 
     def compact(self, is_due: Bool[Tensor, " row"]) -> None:
         """Keep the `budget` keys of highest score in each due row, in the order of their columns."""

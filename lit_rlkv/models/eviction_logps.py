@@ -42,7 +42,7 @@ class Decisions:
 
 def decisions_of(rollout: Rollout, layer: int, n_kv_heads: int, cache: CacheSpec) -> Decisions:
     """Return the decisions of a layer, given by its place in the table."""
-    evicted_at = layer_table(rollout.evicted_at, layer, n_kv_heads)
+    evicted_at = layer_table(rollout.evictions(layer)[:, None], layer, n_kv_heads)
     now = _compactions(evicted_at)
     first = rollout.attention_mask.int().argmax(dim=1)
     begin = first + cache.sink
@@ -88,7 +88,7 @@ def count_decisions(rollout: Rollout, model: PreTrainedModel, scorer: nn.Module)
     counts = torch.zeros(len(rollout.input_ids), dtype=torch.long, device=rollout.input_ids.device)
     for layer in scored_layers(model, rollout.input_ids.shape[1]):
         n_kv_heads = cast(KVScorer, scorer).layer(layer).n_kv_heads
-        times = layer_table(rollout.evicted_at, layer, n_kv_heads).sort(dim=-1).values
+        times = layer_table(rollout.evictions(layer)[:, None], layer, n_kv_heads).sort(dim=-1).values
         counts += _is_new_time(times).sum(dim=(1, 2))
     return counts
 

@@ -174,6 +174,7 @@ def replay_logps(
             too long for the model or records the experts of another architecture, or dropout or the noise of
             NEFTune is active, or `check_rollout` finds a fault.
     """
+    rollout = rollout.to(rollout.input_ids.device)  # the record, which waits in host memory
     check_rollout(model, rollout)
     if temperature is None:
         if rollout.temperature == 0:

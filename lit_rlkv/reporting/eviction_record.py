@@ -37,7 +37,7 @@ def lifetimes_record(rollout: Rollout, row: int, token_labels: Sequence[str] | N
     n_tokens = int(attention_mask.sum())
     n_keys = max(n_tokens - 1, 0)
     first = int(attention_mask.int().argmax())
-    evicted_at = rollout.evicted_at[row].cpu()[..., attention_mask][..., :n_keys]
+    evicted_at = rollout.rows(slice(row, row + 1)).evicted_at[0].cpu()[..., attention_mask][..., :n_keys]
     layers, heads = (_evenly_chosen(size) for size in evicted_at.shape[:2])
     return {
         "n_keys": n_keys,

@@ -9,6 +9,8 @@ from torch import Tensor
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder
 from lit_rlkv.rollout.turns import Turns
 
+READ_AT_ONCE = 2**17
+"""Tokens, of whole rows, whose record is copied at a time."""
 OnFinished = Callable[[list[int], Int[Tensor, "row seq"], Bool[Tensor, "row seq"]], object]
 """Called with rows of the rollout that have ended, and their `input_ids` and `response_mask` on the CPU."""
 
@@ -42,13 +44,13 @@ def decode_all(
 
     def collect() -> None:
         nonlocal finished
-        rows, places = decoder.read_rows(done), [owner.pop(row) for row in done]
-        if len(done) == num_return_sequences * len(input_ids):
-            finished = rows  # all at once, so already in order
-            return
-        # Written in place, because memory may not hold a second copy of the eviction tables.
-        finished = finished or rows.new_empty(num_return_sequences * len(input_ids))
-        finished.write(places, rows)
+        # A few at a time and in place, because memory may not hold a second copy of the record.
+        n_rows = max(READ_AT_ONCE // decoder.seq_len, 1)
+        for start in range(0, len(done), n_rows):
+            part = done[start : start + n_rows]
+            rows = decoder.read_rows(part)
+            finished = finished or rows.new_empty(num_return_sequences * len(input_ids))
+            finished.write([owner.pop(row) for row in part], rows)
         free.extend(done)
 
     while waiting or owner:

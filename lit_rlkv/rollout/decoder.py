@@ -66,11 +66,11 @@ class DecodedRows(TensorBatch):
 
     def write(self, places: Sequence[int], rows: "DecodedRows") -> None:
         """Copy `rows` to the given places, in place."""
-        index = torch.tensor(places, device=self.input_ids.device)
+        index = torch.tensor(places)
         old, new = ({**vars(each), **each.parts} for each in (self, rows))
         for name, value in old.items():
             if isinstance(value, Tensor):
-                value[index] = new[name]
+                value[index.to(value.device)] = new[name]
             elif isinstance(value, list):
                 for place, entry in zip(places, new[name], strict=True):
                     value[place] = entry

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.models.routing import by_row, expert_dtype, recorded_experts, routers_of
-from lit_rlkv.rollout.recorders import Recorder
+from lit_rlkv.rollout.recorders import HOST, Recorder
 from lit_rlkv.types import OWN_CHOICE
 
 
@@ -60,4 +60,4 @@ class ExpertRecorder(Recorder):
         self.ids = self.ids[list(rows)]
 
     def read(self, rows: Sequence[int]) -> Int[Tensor, "row router expert seq"]:
-        return self.ids[list(rows), ..., :-1]
+        return self.ids[list(rows), ..., :-1].to(HOST)

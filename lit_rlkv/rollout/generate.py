@@ -18,6 +18,7 @@ from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decode_loop import FinishedCallback, OnFinished, decode_all
 from lit_rlkv.rollout.decoder import DecodedRows, Decoder, DecodeSettings
+from lit_rlkv.rollout.recorders import HOST
 from lit_rlkv.rollout.turns import Conversations, Turns
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Record, Rollout
@@ -179,20 +180,17 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 
 
 def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"]) -> Rollout:
-    """Cut the unused columns of decoded rows, and free the decoder's cache.
+    """Cut the unused columns of decoded rows.
 
     All tokens up to the last sampled one are of the sequence; those that were given are not in
     `response_mask`.
     """
-    kv_bytes = decoder.kv.kv_bytes
-    for layer in decoder.kv.slot_layers:
-        layer.pools = None  # before the tables of the record need memory
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
     rows = rows.map_tensors(lambda value: value[..., :end])
     column = torch.arange(end, device=is_prompt.device)
     attention_mask = column <= (column * rows.response_mask).amax(dim=1)[:, None]
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
-    masks = attention_mask, rows.response_mask
+    masks = attention_mask.to(HOST), rows.response_mask.to(HOST)
     parts = {one.part: one.finish(rows.parts[one.part], *masks) for one in decoder.recorders}
     return Rollout(
         input_ids=rows.input_ids,
@@ -200,7 +198,7 @@ def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "bat
         response_mask=rows.response_mask,
         rollout_logps=rows.logps,
         record=Record(**parts),
-        kv_bytes=kv_bytes,
+        kv_bytes=decoder.kv.kv_bytes,
         temperature=decoder.settings.sampling.temperature,
     )
 

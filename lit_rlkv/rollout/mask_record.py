@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int, Int32, UInt8
 from torch import Tensor
 
-from lit_rlkv.rollout.recorders import Recorder, TokenMask
+from lit_rlkv.rollout.recorders import HOST, Recorder, TokenMask
 from lit_rlkv.rollout.sampling import Kept
 from lit_rlkv.types import SamplingMasks
 
@@ -84,7 +84,7 @@ class MaskRecorder(Recorder):
         found = []
         for row in rows:
             counts, ids = (torch.cat(parts) for parts in zip(*self._found[row], strict=True))
-            found.append((counts[counts > 0], ids))
+            found.append((counts[counts > 0].to(HOST), ids.to(HOST)))
         return found
 
     def keep(self, rows: Sequence[int]) -> None:

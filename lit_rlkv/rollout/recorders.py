@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.rollout.sampling import Kept
-from lit_rlkv.types import NEVER, Codes
+from lit_rlkv.types import NEVER, Codes, times_dtype
 
+HOST = torch.device("cpu")
+"""Where rows that have ended wait for the learner."""
 TokenMask = Bool[Tensor, "batch seq"]
 
 
@@ -56,11 +58,11 @@ class Recorder:
         """Keep these rows alone, numbered anew in this order."""
 
     def read(self, rows: Sequence[int]) -> Any:
-        """Return a copy of what was recorded of finished rows: a tensor [row, ..., seq], or a list."""
+        """Return a copy on `HOST` of the record of finished rows: a tensor [row, ..., seq], or a list."""
         raise NotImplementedError
 
     def finish(self, found: Any, attention_mask: TokenMask, response_mask: TokenMask) -> Any:
-        """Return the part of the record: what `read` gave of all rows, without unused columns."""
+        """Return the part of the record: what `read` gave of all rows, without unused columns, on `HOST`."""
         return found
 
 
@@ -73,16 +75,14 @@ class EvictionRecorder(Recorder):
         self._kv = kv
 
     def read(self, rows: Sequence[int]) -> Int[Tensor, "row layer kv_head seq"]:
-        return self._kv.evicted_at(torch.tensor(rows, device=self._kv.column.device))
-
-    def finish(
-        self, found: Tensor, attention_mask: TokenMask, response_mask: TokenMask
-    ) -> Int[Tensor, "batch layer kv_head seq"]:
-        """Drop evictions after the query that predicted a row's last token, in place: the table is large."""
-        column = torch.arange(response_mask.shape[1], device=response_mask.device)
-        last_query = (column * response_mask).amax(dim=1) - 1
-        found.masked_fill_(found > last_query[:, None, None, None], NEVER)
-        return found.masked_fill_(~attention_mask[:, None, None], 0)
+        """Drop evictions after the query that predicted a row's last token, and narrow the others."""
+        kv = self._kv
+        index = torch.tensor(rows, device=kv.column.device)
+        found, column = kv.evicted_at(index), torch.arange(kv.seq_len, device=index.device)
+        first, last_query = kv.first[index, None], kv.column[index, None]
+        found.masked_fill_(found > last_query[..., None, None], NEVER)
+        is_token = (first <= column) & (column <= last_query + 1)
+        return found.masked_fill_(~is_token[:, None, None], 0).to(times_dtype(kv.seq_len)).to(HOST)
 
 
 class CodeRecorder(Recorder):
@@ -98,7 +98,7 @@ class CodeRecorder(Recorder):
         self._kv.forget_codes(rows)
 
     def read(self, rows: Sequence[int]) -> Tensor:
-        return self._kv.codes(rows)
+        return self._kv.codes(rows).to(HOST)
 
     def finish(self, found: Tensor, attention_mask: TokenMask, response_mask: TokenMask) -> Codes:
         return Codes(self._dtype, found)

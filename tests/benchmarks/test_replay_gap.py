@@ -52,7 +52,7 @@ def test_replay_is_exact_with_all_choices_and_not_without_keys_or_tokens():
     assert gaps["all but expert_ids"] < 1e-4  # without rounding no expert flips
     assert min(gaps[name] for name in ("all but evicted_at", "all but sampling_masks", "none")) > 0.05
     found = figures["bytes_per_token"]
-    assert (found["evicted_at"], found["expert_ids"]) == (4 * 6 * 2, 6 * 8)
+    assert (found["evicted_at"], found["expert_ids"]) == (2 * 6 * 2, 6 * 8)
     assert 4 < found["sampling_masks"] <= 4 * (1 + 50)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import Linear
 
 from lit_rlkv.config.schema import RolloutConfig
+from lit_rlkv.experience import memory_needs
 from lit_rlkv.experience.memory_needs import (
     SETTINGS,
     explain_rollout,
@@ -38,12 +39,33 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
     assert needs() == {
         "KV cache": 2 * 2 * 16 * 2 * 9 * 8 * 4,
         "logits of a step": 16 * 51 * (4 + 12),
-        "record of evictions": 2 * (16 + 16) * 2 * 16 * 4,
+        "record of evictions": 2 * (16 + 16) * 2 * 16 * 2,
     }
     first, *lines = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
     assert "4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache random 7+2" in first
     assert [line.split("  ")[-1].partition(";")[0] for line in lines] == [*needs()]
     assert "36.0 KiB  KV cache; change cache.dtype, cache.budget" in lines[0]
+
+
+def test_records_of_rows_that_have_ended_are_a_need_of_the_host_alone(monkeypatch):
+    monkeypatch.setattr(memory_needs, "compute_dtype", lambda model: torch.float32)  # autocast knows no meta
+    model, settings = make_model(), replace(SAMPLING, max_rows=8, top_k=20, replay_routing=False)
+    here = rollout_needs(model, replace(SPEC, dtype="int8"), (4, 6), settings, GROUP)
+    there = rollout_needs(model.to("meta"), replace(SPEC, dtype="int8"), (4, 6), settings, GROUP)
+    for what in ("record of evictions", "record of codes"):
+        assert there[what] == here[what] * 8 / (8 + 16)
+    assert there["record of sampling masks, at most"] == 8 * 10 * 20 * 4
+    for n_prompt, itemsize in ((65_524, 2), (65_525, 4)):  # with 10 more, to the end of 16 bits and beyond it
+        long = rollout_needs(make_model(), SPEC, (4, n_prompt), settings, GROUP)["record of evictions"]
+        assert long == 2 * (8 + 16) * 2 * (n_prompt + 10) * itemsize
+
+
+def test_layers_with_a_window_need_no_table_to_decode():
+    model = make_model()
+    model.config.sliding_window, model.config.layer_types = 12, ["sliding_attention", "full_attention"]
+    assert rollout_needs(model, SPEC, (4, 6), SAMPLING, GROUP)["record of evictions"] == (
+        (1 * 16 + 2 * 16) * 2 * 16 * 2
+    )
 
 
 @pytest.mark.parametrize(

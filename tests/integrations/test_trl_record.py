@@ -22,6 +22,7 @@ from tests.integrations.trl_runs import (
     train,
     train_plain,
 )
+from tests.memories import two_memories
 from tests.models_zoo import build as build_network
 from tests.models_zoo import tiny_config
 from tests.rollouts import moved
@@ -105,6 +106,16 @@ def test_the_learner_takes_what_the_sampler_recorded(model, experts, tmp_path, p
 
 
 @pytest.mark.slow
+def test_the_record_waits_in_host_memory(experts, tmp_path):
+    options = {**ALL_THREE, **EXPERTS, "beta": 0.1, "pad_to_multiple_of": 8, "max_steps": 1}
+    _, expected = train(experts, tmp_path, **options)
+    with two_memories():
+        _, rows = train(experts, tmp_path, **options)
+    names = [name for name in rows[0] if name.startswith("kv/") or name in ("loss", "kl", "grad_norm")]
+    assert 0 < rows[0]["kv/replay_gap"] < 1e-4
+    assert {name: rows[0][name] for name in names} == {name: expected[0][name] for name in names}
+
+
 @pytest.mark.parametrize("trainer", [EvictingGRPOTrainer, EvictingRLOOTrainer])
 def test_sets_of_the_whole_vocabulary_give_the_losses_of_trl(model, tmp_path, trainer):
     options = {"beta": 0.1, "max_steps": 2}

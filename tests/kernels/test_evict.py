@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lit_rlkv.kernels.evict import evict
 from lit_rlkv.kernels.quantization import KV_DTYPES, dequantize, quantize, quantized
-from lit_rlkv.types import NEVER
+from lit_rlkv.types import NEVER, wide
 from tests.kernels.evict_cases import (
     DEVICE,
     SINK,
@@ -108,6 +108,16 @@ def test_the_kernel_moves_the_bits_that_the_definition_moves(shape: dict[str, in
     expected = evicted(pool, budget, "reference", window=window)
     same = evicted(pool, budget, "triton", window=window).same(expected)
     assert all(same.values()), same
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_evictions_are_recorded_in_16_bits_where_the_table_is(kernels: str):
+    pool = replace(make_pool(70), now=make_pool(70).now + 40_000)  # beyond what a signed number holds
+    expected = evicted(pool, 50, kernels)
+    assert (expected.evicted_at > 2**15).sum() > (expected.evicted_at == NEVER).sum() > 0
+    found = evicted(replace(pool, evicted_at=pool.evicted_at.to(torch.int16)), 50, kernels)
+    assert found.evicted_at.dtype == torch.int16
+    assert torch.equal(wide(found.evicted_at), expected.evicted_at)
 
 
 @pytest.mark.gpu

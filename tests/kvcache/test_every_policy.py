@@ -130,7 +130,7 @@ def test_no_head_ever_holds_more_than_budget_and_interval_keys_nor_padding(name:
 def test_the_eviction_table_tells_what_each_head_still_holds(name: str):
     journal = journal_of(name)
     next_query = max(LENS) + N_STEPS
-    is_held = journal.layer.evicted_at[:, 0, :next_query] > next_query
+    is_held = journal.layer.table(slice(None))[:, 0, :next_query] > next_query
     for row, columns in enumerate(journal.held[-1]):
         assert is_held[row].nonzero().flatten().tolist() == columns
 

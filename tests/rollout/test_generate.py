@@ -319,3 +319,13 @@ def test_ended_responses_are_read_where_the_host_waits_anyway_and_given_while_st
     assert order.count("r") == order.count("g") >= 2
     # 18 steps with a check after every third. What was read then is given after three more, or at the end.
     assert re.fullmatch("(?:P?sssg?r?)+g", order) is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 3}])
+def test_rows_that_are_copied_one_by_one_are_the_same(options, monkeypatch):
+    options = {"top_k": 5, "eos_token_id": [3, 5, 11, 17], **options}
+    expected = roll_out("llama", "h2o", **options)
+    monkeypatch.setattr("lit_rlkv.rollout.decode_loop.READ_AT_ONCE", 1)
+    found = roll_out("llama", "h2o", **options)
+    assert len(set(found.response_mask.sum(dim=1).tolist())) > 1
+    assert all(map(torch.equal, found.tensors(), expected.tensors()))

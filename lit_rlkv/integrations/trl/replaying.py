@@ -179,7 +179,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         for start in range(0, len(input_ids), batch_size):
             rows = slice(start, start + batch_size)
             part = super()._get_per_token_logps_and_entropies(
-                partial(self._forward, model, self._rollout.rows(rows), logits_to_keep),
+                partial(self._forward, model, self._rollout.rows(rows).to(input_ids.device), logits_to_keep),
                 input_ids[rows],
                 attention_mask[rows],
                 logits_to_keep,

@@ -134,7 +134,7 @@ def _choose(
             received = tl.load(attention + slot, mask=is_kept)
         tl.debug_barrier()
         is_evicted = is_slot & ~is_kept & (column >= first)
-        tl.store(evicted_at + column, now.to(tl.int32), mask=is_evicted)
+        tl.store(evicted_at + column, now.to(evicted_at.dtype.element_ty), mask=is_evicted)
         tl.store(survivors + place, slot, mask=is_kept)
         tl.store(columns + place, column, mask=is_kept)
         if HAS_ATTENTION:
