@@ -101,6 +101,11 @@ def checkpointing(backbone: PreTrainedModel, is_on: Checkpoints) -> Iterator[Non
         yield
 
 
+def computing_once(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Within this block layers keep all activations, whether or not they are prepared for checkpoints."""
+    return _training(layers, is_on=False)
+
+
 @contextmanager
 def _training(layers: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
     """Set the mode of the layers, which decides if transformers checkpoints them, but not of their parts."""
