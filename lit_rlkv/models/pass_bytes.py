@@ -40,10 +40,13 @@ class PassBytes:
 
     Args:
         model: with our attention.
+        is_fused: True if passes will run in the Triton kernels; None: if they do on the model's device.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, is_fused: bool | None = None) -> None:
         self.model, self.config = model, text_config(model)
+        on_device = torch.empty(0, dtype=torch.float32, device=model.device)
+        self.is_fused = uses_triton(on_device) if is_fused is None else is_fused
         short, long = (_Count(model, n_tokens) for n_tokens in (FEW, 2 * FEW))
         self.itemsize = long.itemsize
         self._of_token = (long.sums - short.sums) / FEW
@@ -81,15 +84,14 @@ class PassBytes:
     def _of_logits(self, n: int) -> int:
         """Two chunks of float32 logits, on a CPU three; of a head that trains a gradient."""
         n_logits = n * int(self.config.vocab_size)
-        is_fused = uses_triton(torch.empty(0, dtype=torch.float32, device=self.model.device))
-        chunks = 2 * min(n_logits, TRITON_MAX_CHUNK_LOGITS) if is_fused else 3 * min(n_logits, MAX_CHUNK_LOGITS)
+        most = TRITON_MAX_CHUNK_LOGITS if self.is_fused else MAX_CHUNK_LOGITS
+        chunks = (2 if self.is_fused else 3) * min(n_logits, most)
         n_trained = 0 if head_is_frozen(self.model) else int(self.config.vocab_size * self.config.hidden_size)
         return FLOAT32 * chunks + self.itemsize * n_trained
 
     def _of_weights(self, n_rows: int, n_columns: int) -> int:
         """What plain torch keeps of a layer's attention for short rows: masks, of a soft cap the weights."""
-        is_fused = uses_triton(torch.empty(0, dtype=torch.float32, device=self.model.device))
-        if is_fused or n_columns >= LONG:
+        if self.is_fused or n_columns >= LONG:
             return 0
         n_bytes = self.itemsize if optional_setting(self.config, "attn_logit_softcapping") is None else 10
         return n_bytes * n_rows * int(self.config.num_attention_heads) * n_columns**2
@@ -194,7 +196,9 @@ class _Attention:
     """Stands in for `Replay`: saves what attention saves, and computes nothing."""
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-        out: Tensor = _Attended.apply(*to_autocast_dtype(query, key, value))  # type: ignore[no-untyped-call]
+        if not query.is_meta:  # where there is no autocast
+            query, key, value = to_autocast_dtype(query, key, value)
+        out: Tensor = _Attended.apply(query, key, value)  # type: ignore[no-untyped-call]
         return out
 
 

@@ -213,9 +213,9 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatc
     has_memory(GIB)
     monkeypatch.setattr("lit_rlkv.runs.run.ranks_of", lambda fabric: Other())
     assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == 7
-    monkeypatch.setattr(Other, "all_gather_object", lambda self, values: [*values, [1]])
-    assert choose_checkpoints(context, roles, roles.backbone("policy")) is True  # here all would fit
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 7
+    monkeypatch.setattr(Other, "all_gather_object", lambda self, values: [*values, 1])
+    assert choose_checkpoints(context, roles, roles.backbone("policy")) is True  # here all would fit
 
 
 @pytest.mark.parametrize(
