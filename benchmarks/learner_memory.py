@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlkv import Rollout, prepare_backbone, replay_logps
 from lit_rlkv.models import activations
+from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
 from lit_rlkv.types import NEVER, Record
 
@@ -100,30 +101,37 @@ def apart(meter: LiveBytes) -> Iterator[list[int]]:
 def measure(way: str, n_tokens: int, shape: dict[str, int] = SHAPE) -> dict[str, Any]:
     """Return the peaks and the time of a step."""
     activations.TILE = TILE if "tiles" in way else n_tokens
-    model, rollout = make_model(shape), make_rollout(n_tokens, shape)
-    if way != "all":
-        activations.checkpoint_layers(model, "host" if "host" in way else True)
-    layers, is_on = lora_layers(model), way != "all"
+    keeps: Checkpoints = "host" if "host" in way else way != "all"
+    on_device, on_host, seconds = peaks(make_model(shape), make_rollout(n_tokens, shape), keeps)
+    return {
+        "way": way,
+        "tokens": n_tokens,
+        "device_bytes": round(on_device / n_tokens),
+        "host_bytes": round(on_host / n_tokens),
+        "step_seconds": round(seconds, 3),
+        **{name: shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+    }
+
+
+def peaks(model: PreTrainedModel, rollout: Rollout, keeps: Checkpoints) -> tuple[int, int, float]:
+    """Return the bytes of a step above weights and gradients, on the device and in host memory, and seconds."""
+    activations.checkpoint_layers(model, keeps)
+    layers = lora_layers(model)
 
     def step() -> None:
-        with use_adapter(layers, "policy"), activations.checkpointing(model, is_on):
+        adapter = "policy" if layers else None
+        with use_adapter(layers, adapter), activations.checkpointing(model, keeps):
             replay_logps(model, rollout).sum().backward()
 
     step()  # gradients are there from now on
     started_at = time.process_time()
     step()
     seconds = time.process_time() - started_at
-    with LiveBytes(model.parameters()) as meter, apart(meter) as on_host:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    with LiveBytes([*model.parameters(), *gradients]) as meter, apart(meter) as on_host:
         held = meter.live
         step()
-    return {
-        "way": way,
-        "tokens": n_tokens,
-        "device_bytes": round((meter.peak_bytes() - held) / n_tokens),
-        "host_bytes": round(on_host[1] / n_tokens),
-        "step_seconds": round(seconds, 3),
-        **{name: shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
-    }
+    return meter.peak_bytes() - held, on_host[1], seconds
 
 
 def main() -> None:

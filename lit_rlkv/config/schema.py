@@ -263,9 +263,10 @@ class RolesConfig:
     """reward: the critic's head starts from the reward head"""
     value_view: Literal["shadow", "dense"] = "shadow"
     """keys that the critic sees: those that the sampler saw, or all"""
-    gradient_checkpointing: Bool | Literal["host"] = False
-    """recompute layers in the backward pass, MLPs in tiles of 4,096 tokens: less memory, one more forward;
-    host: what is kept, the inputs of layers, is in host memory"""
+    gradient_checkpointing: Bool | Literal["auto", "host"] = "auto"
+    """recompute layers in the backward pass, MLPs and norms in tiles of 4,096 tokens: less memory, one more
+    forward; host: what is kept, the inputs of layers, is in host memory; auto: as much as fits, by counted
+    bytes"""
     stack_passes: Bool = False
     """score reference, reward and value as one batch"""
 

@@ -1,7 +1,8 @@
 """Activations for the backward pass of a backbone: layer inputs alone, on the device or in host memory.
 
-A layer that is recomputed runs its MLP, whose activations are the widest, in tiles of tokens
-(arXiv:2506.13996). Gradients are those of the plain layers but for rounding.
+A layer that is recomputed runs its MLP and its norms in tiles of tokens (arXiv:2506.13996): activations of
+an MLP are the widest, and norms keep copies in float32. Gradients are those of the plain layers but for
+rounding.
 """
 
 import weakref
@@ -24,7 +25,7 @@ from lit_rlkv.models.adapters import adapter_states, lora_layers, use_states
 from lit_rlkv.models.routing import given_experts, replayed_experts
 
 TILE = 4096
-"""Tokens of which a recomputed MLP keeps activations at a time."""
+"""Tokens of which a recomputed MLP or norm keeps activations at a time."""
 MLP_NAMES = ("mlp", "feed_forward")
 ROUTING_NAMES = ("gate", "router", "experts")
 """Children of an MLP that sends tokens to experts, which needs all tokens of the batch at once."""
@@ -70,8 +71,8 @@ def checkpoint_layers(backbone: PreTrainedModel, checkpoints: Checkpoints = True
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function  # type: ignore[assignment]
-        for mlp in _tokenwise_mlps(layer):
-            mlp.forward = partial(_in_tiles, _own_forward(mlp), layer, mlp, as_now)
+        for module in tokenwise_modules(layer):
+            module.forward = partial(_in_tiles, _own_forward(module), layer, module, as_now)
 
 
 @contextmanager
@@ -98,6 +99,11 @@ def checkpointing(backbone: PreTrainedModel, is_on: Checkpoints) -> Iterator[Non
         )
     with _training(layers, bool(is_on) and torch.is_grad_enabled()):
         yield
+
+
+def computing_once(layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Within this block layers keep all activations, whether or not they are prepared for checkpoints."""
+    return _training(layers, is_on=False)
 
 
 @contextmanager
@@ -187,51 +193,66 @@ class _Kept:
         return found
 
 
-def _own_forward(mlp: nn.Module) -> Callable[..., Any]:
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module as it was before it was cut into tiles."""
-    forward: Any = mlp.forward
-    return cast(Callable[..., Any], forward.args[0]) if is_tiled(mlp) else forward
+    forward: Any = module.forward
+    return cast(Callable[..., Any], forward.args[0]) if is_tiled(module) else forward
 
 
-def is_tiled(mlp: nn.Module) -> bool:
+def is_tiled(module: nn.Module) -> bool:
     """True for a module that runs in tiles while its layer is checkpointed."""
-    forward: Any = mlp.forward
+    forward: Any = module.forward
     return isinstance(forward, partial) and forward.func is _in_tiles
 
 
-def runs_in_tiles(backbone: PreTrainedModel) -> bool:
-    """True if MLPs of recomputed layers are cut into tiles, in this model."""
-    return any(_tokenwise_mlps(layer) for layer in checkpointed_layers(backbone))
-
-
-def _tokenwise_mlps(layer: nn.Module) -> list[nn.Module]:
-    """Return the MLPs of a layer that map each token alone."""
-    mlps = [mlp for name, mlp in layer.named_children() if name in MLP_NAMES]
-    return [
-        mlp
-        for mlp in mlps
-        if len(signature(_own_forward(mlp)).parameters) == 1
-        and not any(hasattr(mlp, name) for name in ROUTING_NAMES)
+def tokenwise_modules(layer: nn.Module) -> list[nn.Module]:
+    """Return the MLPs and norms of a layer that map each token alone, of which a tile can be computed."""
+    mlps = [
+        module
+        for name, module in layer.named_children()
+        if name in MLP_NAMES and not any(hasattr(module, part) for part in ROUTING_NAMES)
     ]
+    norms = [module for module in layer.modules() if _is_norm(module)]
+    return [
+        module for module in (*mlps, *norms) if len(signature(_own_forward(module)).parameters) == 1
+    ]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 def _in_tiles(
     forward: Callable[[Tensor], Tensor],
     layer: nn.Module,
-    mlp: nn.Module,
+    module: nn.Module,
     as_now: Restored,
-    hidden: Float[Tensor, "*lead dim"],
-) -> Float[Tensor, "*lead dim"]:
-    """Return an MLP's output, tile by tile where its layer is checkpointed."""
-    if not (layer.training and torch.is_grad_enabled()) or hidden.shape[:-1].numel() <= TILE:
+    hidden: Float[Tensor, "batch seq *rest"],
+) -> Float[Tensor, "batch seq *rest"]:
+    """Return a module's output, tile by tile where its layer is checkpointed.
+
+    What a norm gives to an MLP is not kept: a tile of the MLP begins with the norm.
+    """
+    is_short = hidden.shape[:2].numel() <= TILE
+    if is_short or not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return forward(hidden)
-    trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not (trained or hidden.requires_grad):
         return forward(hidden)
-    # Saved first and alone: then the recomputation of a layer that saves nothing after it ends here.
-    hidden = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    if (before := getattr(hidden, "_tiled_by", None)) is not None:
+        hidden, norm, trained_before = before
+        forward, trained = _in_order(norm, forward), trained_before + trained
+    else:
+        # Saved first and alone: then the recomputation of a layer that saves nothing after it ends here.
+        hidden = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
     out: Tensor = _Tiles.apply(hidden, hidden.grad_fn, forward, as_now(), *trained)  # type: ignore[no-untyped-call]
+    if _is_norm(module):  # which is cheap to compute again
+        out._tiled_by = hidden, forward, trained  # type: ignore[attr-defined]
     return out
+
+
+def _in_order(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tile: second(first(tile))
 
 
 class _Saved(torch.autograd.Function):
@@ -270,7 +291,8 @@ class _Tiles(torch.autograd.Function):
             cache_enabled=False,
         )
         with ctx.autocast():
-            return torch.cat([forward(tile) for tile in _tiles(hidden)], dim=1).view(*hidden.shape[:-1], -1)
+            tiles = torch.cat([forward(tile) for tile in _tiles(hidden)], dim=1)
+        return tiles.view(*hidden.shape[:2], *tiles.shape[2:])
 
     @staticmethod
     @once_differentiable
@@ -290,5 +312,5 @@ class _Tiles(torch.autograd.Function):
         return torch.cat(d_tiles, dim=1).view(hidden.shape), None, None, None, *totals
 
 
-def _tiles(values: Float[Tensor, "*lead dim"]) -> tuple[Float[Tensor, "1 token dim"], ...]:
-    return torch.split(values.reshape(1, -1, values.shape[-1]), TILE, dim=1)
+def _tiles(values: Float[Tensor, "batch seq *rest"]) -> tuple[Float[Tensor, "1 token *rest"], ...]:
+    return torch.split(values.reshape(1, -1, *values.shape[2:]), TILE, dim=1)

@@ -174,7 +174,7 @@ def hidden_states(
         arguments = replay_arguments(model, record, **options)
     if slot_cache is not None:
         given = None if slot_cache.incoming is None else slot_cache.incoming.is_token
-        masks = _masks(model, given, input_ids.device)
+        masks = forward_masks(model, given, input_ids.device)
         arguments = {"slot_cache": slot_cache, "past_key_values": slot_cache, "attention_mask": masks}
     with replayed_routing(model, record):
         hidden: Tensor = model_body(model)(
@@ -188,10 +188,10 @@ def replay_arguments(model: PreTrainedModel, record: Record, **options: Any) -> 
     table = within_windows(model, record.evicted_at)
     plan = plan_slots(table) if uses_triton(next(model.parameters())) else None
     replay = Replay(replace(record, evicted_at=table), table_rows(model), plan, **options)
-    return {"replay": replay, "attention_mask": _masks(model, table[:, 0, 0] > 0, table.device)}
+    return {"replay": replay, "attention_mask": forward_masks(model, table[:, 0, 0] > 0, table.device)}
 
 
-def _masks(model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device) -> Any:
+def forward_masks(model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device) -> Any:
     """Return the mask of a forward: a dummy of 4 dimensions, so that transformers builds none of its own.
 
     Layers with a state get one that is False on padding, which must not enter the state.

@@ -66,9 +66,13 @@ class Roles(nn.Module):
                 self.heads[role] = make_head(self.backbone(role), start).requires_grad_(role in TRAINED)
         self.reference_is_synced = False
         """True once the reference is no longer the starting model."""
-        self.checkpoints_layers = checkpoints_layers
+        self.keep_for_backward(checkpoints_layers)
+
+    def keep_for_backward(self, checkpoints: Checkpoints) -> None:
+        """Set what the layers of all backbones keep for the backward pass; see `checkpoints_layers`."""
+        self.checkpoints_layers = checkpoints
         for name in self.backbones:
-            checkpoint_layers(self.named_backbone(name), checkpoints_layers)
+            checkpoint_layers(self.named_backbone(name), checkpoints)
 
     def backbone(self, role: str) -> PreTrainedModel:
         """Return the backbone of a role; its adapters are not changed.

@@ -1,7 +1,7 @@
 """Sizes chosen from memory: tokens in a pass of the learner, and rows in an evaluation."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,28 +14,69 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import AUTO
-from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, compute_dtype, rollout_needs
-from lit_rlkv.kernels.backend import uses_triton
-from lit_rlkv.kernels.shadow_attention.blocks import LONG
+from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, rollout_needs
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.activations import TILE, Checkpoints, runs_in_tiles
-from lit_rlkv.models.backbone import head_dims, n_kv_heads, text_config
-from lit_rlkv.models.kv_scorer import kv_scorer_of
+from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
+from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rollout.decoder import FIRST_TOKENS
 from lit_rlkv.runs.run import Run
 from lit_rlkv.units import human_bytes
 
 log = logging.getLogger(__name__)
-FOR_PASSES, FOR_CACHE = 0.5, 0.3
-"""Shares of the memory beside weights and optimizer for a pass of the learner, and for the cache of an
-evaluation. The rest is for temporary tensors, logits and fragmentation."""
+FOR_PASSES, FOR_CACHE = 0.8, 0.3
+"""Shares of the memory beside weights and optimizer for a pass of the learner, whose bytes are counted within
+15 %, and for the cache of an evaluation. The rest is for records, temporary tensors and fragmentation."""
 MAX_ROWS = 512
 """Most rows that an evaluation samples at a time."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def tokens_per_pass(run: Run, module: nn.Module, backbone: PreTrainedModel, *, n_graphs: int = 1) -> int:
+def choose_checkpoints(
+    run: Run, module: nn.Module, backbone: PreTrainedModel, *, n_graphs: int = 1
+) -> Checkpoints:
+    """Return `roles.gradient_checkpointing`, or the fastest choice whose bytes fit into the memory.
+
+    All activations, if a pass of `fabric.tokens_per_pass` fits with them; else the inputs of layers; on CUDA
+    these in host memory, if otherwise not even the longest row would fit. Of several ranks, the one with the
+    least memory decides; all must call this.
+
+    Args:
+        module, backbone, n_graphs: see `tokens_per_pass`.
+    """
+    given = run.cfg.roles.gradient_checkpointing
+    if given != AUTO:
+        return given
+    if not checkpointed_layers(backbone):
+        return False
+    count, n_columns, room = _counted(run, backbone), _longest(run), _room(run, module)
+    n_tokens = run.pass_limit if run.cfg.fabric.tokens_per_pass == AUTO else run.cfg.fabric.tokens_per_pass
+    tried: list[tuple[Checkpoints, int]] = [(False, max(int(n_tokens) // n_columns, 1)), (True, 1), ("host", 1)]
+    tried = tried if backbone.device.type == "cuda" else tried[:2]
+    needs = [count(n_rows, n_columns, checkpoints, n_graphs) for checkpoints, n_rows in tried]
+    first = next((number for number, needed in enumerate(needs) if needed <= room), len(tried) - 1)
+    chosen, n_rows = tried[run.ranks.all_reduce_max(first)]
+    log.info(
+        "roles.gradient_checkpointing=auto: %s; %d rows of %d tokens would take %s with all activations, a row "
+        "%s with the inputs of layers alone, of %s there",
+        str(chosen).lower(),
+        tried[0][1],
+        n_columns,
+        human_bytes(needs[0]),
+        human_bytes(needs[1]),
+        human_bytes(room),
+    )
+    return chosen
+
+
+def tokens_per_pass(
+    run: Run,
+    module: nn.Module,
+    backbone: PreTrainedModel,
+    checkpoints: Checkpoints,
+    *,
+    n_graphs: int = 1,
+) -> int:
     """Return `fabric.tokens_per_pass`, or what should fit into the memory of the device.
 
     After a pass that did not fit, `Run.pass_limit` bounds it. Of several ranks, the one with the least
@@ -44,18 +85,40 @@ def tokens_per_pass(run: Run, module: nn.Module, backbone: PreTrainedModel, *, n
     Args:
         module: everything that is in memory and that trains.
         backbone: the backbone that learns.
+        checkpoints: what it keeps for the backward pass.
         n_graphs: forwards of a pass that wait for their backward at the same time.
     """
     given = run.cfg.fabric.tokens_per_pass
     if given != AUTO:
         return int(given)
-    n_columns = max(run.sizes.prompts) + max(run.cfg.rollout.max_new_tokens, *run.sizes.solutions)
-    with run.fabric.autocast():
-        per_row = bytes_of_row(backbone, n_columns, checkpoints_layers=run.cfg.roles.gradient_checkpointing)
-    n_rows = int(FOR_PASSES * free_memory(run, module)) // (n_graphs * per_row)
-    found = _least(run, min(run.pass_limit, max(n_rows, 1) * n_columns))
+    count, n_columns, room = _counted(run, backbone), _longest(run), _room(run, module)
+    n_rows = -(-run.pass_limit // n_columns)
+    while n_rows > 1 and (needed := count(n_rows, n_columns, checkpoints, n_graphs)) > room:
+        n_rows = max(min(n_rows * room // needed, n_rows - 1), 1)
+    found = _least(run, min(run.pass_limit, n_rows * n_columns))
     log.info("fabric.tokens_per_pass=auto: %d", found)
     return found
+
+
+def _longest(run: Run) -> int:
+    """Return the columns of the longest row."""
+    return max(run.sizes.prompts) + max(run.cfg.rollout.max_new_tokens, *run.sizes.solutions)
+
+
+def _room(run: Run, module: nn.Module) -> int:
+    return int(FOR_PASSES * free_memory(run, module))
+
+
+def _counted(run: Run, backbone: PreTrainedModel) -> Callable[[int, int, Checkpoints, int], int]:
+    """Return a function that counts the bytes of a pass, of rows, columns, checkpoints and graphs."""
+    with run.fabric.autocast():
+        count = PassBytes(backbone)
+
+    def needed(n_rows: int, n_columns: int, checkpoints: Checkpoints, n_graphs: int) -> int:
+        parts = count.of_pass(n_rows, n_columns, checkpoints)
+        return (n_graphs - 1) * parts["kept"] + sum(parts.values())
+
+    return needed
 
 
 def evaluation_rows(
@@ -148,26 +211,3 @@ def machine_memory() -> int:
     """Return the bytes of memory of this machine, or of the container's limit."""
     limits = [Path(name).read_text().strip() for name in CGROUP_LIMITS if Path(name).is_file()]
     return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
-
-
-def bytes_of_row(backbone: PreTrainedModel, n_columns: int, *, checkpoints_layers: Checkpoints) -> int:
-    """Return the bytes that the forward of a row of `n_columns` keeps for its backward pass, by estimate.
-
-    In 16 bits a layer keeps s·h·(34 + 5·a·s/h) bytes, with s columns, hidden size h and a heads, and s·h·34
-    where attention weights are not kept (Korthikanti et al. 2022, arXiv:2205.05198): in kernels, and in long
-    rows in plain torch; 19 of the 34 are its MLP's. With checkpoints only its input of 2·s·h stays, of two
-    layers alone if it is kept in host memory, and one layer at a time is computed again, its MLP in tiles. A
-    trained scorer of evictions also keeps the keys and values of all layers.
-    """
-    config, dtype = text_config(backbone), compute_dtype(backbone)
-    n_layers, dim = int(config.num_hidden_layers), int(config.hidden_size)
-    is_fused = uses_triton(torch.empty(0, dtype=dtype, device=backbone.device))
-    of_attention = 0 if is_fused or n_columns >= LONG else 5 * int(config.num_attention_heads) * n_columns
-    n_kept = min(n_layers, 2) if checkpoints_layers == "host" else n_layers
-    n_in_mlp = min(n_columns, TILE) if checkpoints_layers and runs_in_tiles(backbone) else n_columns
-    of_layer = n_columns * (15 * dim + of_attention) + n_in_mlp * 19 * dim
-    n_bytes = 2 * n_kept * n_columns * dim + of_layer if checkpoints_layers else n_layers * of_layer
-    scorer = kv_scorer_of(backbone)
-    if checkpoints_layers and scorer is not None and any(p.requires_grad for p in scorer.parameters()):
-        n_bytes += 4 * n_layers * n_columns * n_kv_heads(backbone) * max(head_dims(backbone))
-    return n_bytes * dtype.itemsize // 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import ConfigError, as_config_errors, build
+from lit_rlkv.config import AUTO, ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
@@ -176,7 +176,7 @@ def make_roles(run: Run, start: str | Path) -> Roles:
         torch.manual_seed(derive_seed(cfg.seed, "lora"))  # the adapters come next, whatever loading drew
         return backbone
 
-    targets = settings.target_modules
+    targets, given = settings.target_modules, settings.gradient_checkpointing
     modules = targets if isinstance(targets, str) else list(targets)
     with as_config_errors("roles"):
         roles = Roles(
@@ -186,7 +186,7 @@ def make_roles(run: Run, start: str | Path) -> Roles:
             needed=cfg.needed_roles,
             reward_head=reward_head,
             value_head=reward_head if settings.value_init == "reward" else None,
-            checkpoints_layers=settings.gradient_checkpointing,
+            checkpoints_layers=False if given == AUTO else given,  # `choose_checkpoints` sees all in memory
         )
     if cfg.parts.cache.is_trained:
         add_scorer(cfg, roles, start)

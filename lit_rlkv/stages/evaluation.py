@@ -78,7 +78,7 @@ def score_caches(
         held_out_problems(run),
         n_samples,
         batch_size=evaluation_rows(run, roles, backbone, caches),
-        tokens_per_pass=tokens_per_pass(run, roles, backbone),
+        tokens_per_pass=tokens_per_pass(run, roles, backbone, checkpoints=True),
     )
     rows: list[EvalRow] = []
     with track("eval", len(caches)) as advance, run.fabric.autocast():
@@ -165,6 +165,6 @@ def evaluate_reward(
 ) -> RewardReport:
     """Score pairs with a head on the backbone in its current role."""
     longest = max(run.sizes.prompts) + max(*run.sizes.solutions, *run.sizes.rejected)
-    batch_size = max(tokens_per_pass(run, backbone, backbone) // longest, 1)
+    batch_size = max(tokens_per_pass(run, backbone, backbone, checkpoints=True) // longest, 1)
     with track("reward", len(pairs)) as advance, run.fabric.autocast():
         return score_pairs(backbone, head, run.tokenizer, pairs, batch_size, on_scored=advance)

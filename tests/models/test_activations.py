@@ -73,7 +73,7 @@ def test_gradients_are_those_of_plain_layers(family: str, trains_all: bool, on_h
     model = learner(family, trains_all=trains_all)
     expected = gradients(model, is_on=False)
     checkpoint_layers(model, "host" if on_host else True)
-    assert len(tiled(model)) == len(checkpointed_layers(model))
+    assert len(tiled(model)) >= 3 * len(checkpointed_layers(model))  # an MLP and at least two norms
     assert error(gradients(model), expected) < 1e-5
 
 
@@ -153,4 +153,5 @@ def test_on_a_gpu_copies_of_inputs_arrive_before_they_are_read(repeat: int):
 def test_a_mixture_of_experts_is_not_cut_into_tiles():
     model = copy.deepcopy(tiny_model("qwen3_moe"))
     checkpoint_layers(model)
-    assert not tiled(model)
+    assert tiled(model)
+    assert all(type(module).__name__.endswith("Norm") for module in tiled(model))

@@ -9,19 +9,19 @@ from lightning.fabric import Fabric
 
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.files import DamagedFileError
-from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import Learned
-from lit_rlkv.models.kv_scorer import add_kv_scorer
+from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.run_files import PASS_SIZE
 from lit_rlkv.runs import pass_size
 from lit_rlkv.runs.pass_size import (
+    FOR_PASSES,
     MAX_ROWS,
     available_memory,
-    bytes_of_row,
     check_rollout_memory,
+    choose_checkpoints,
     evaluation_rows,
     free_memory,
     machine_memory,
@@ -45,53 +45,74 @@ def has_memory(monkeypatch):
     return lambda n_bytes: monkeypatch.setattr(pass_size, "machine_memory", lambda: n_bytes)
 
 
-def test_the_bytes_of_a_row_are_the_published_estimate():
-    backbone = make_model(num_hidden_layers=4)
-    # in float32, with dim 32 and 4 heads: 2 · 4 layers · 10 · (34 · 32 + 5 · 4 · 10) bytes
-    assert bytes_of_row(backbone, 10, checkpoints_layers=False) == 2 * 4 * 10 * (1088 + 200)
-    # of four layers one, and the inputs of all: 4 · 10 · 32 · 4 bytes
-    assert bytes_of_row(backbone, 10, checkpoints_layers=True) == 2 * 10 * (1088 + 200) + 4 * 10 * 32 * 4
-    # of two layers alone if they are in host memory
-    assert bytes_of_row(backbone, 10, checkpoints_layers="host") == 2 * 10 * (1088 + 200) + 2 * 10 * 32 * 4
-    # MLPs in tiles of 4,096 tokens, 19 · 32 of the 34 · 32 bytes
-    tiled = 2 * (5000 * 15 * 32 + 4096 * 19 * 32) + 4 * 5000 * 32 * 4
-    assert bytes_of_row(backbone, 5000, checkpoints_layers=True) == tiled
-    with use_kernels("triton"):  # which keeps no attention weights
-        assert bytes_of_row(backbone, 10, checkpoints_layers=False) == 2 * 4 * 10 * 1088
-
-
-def test_a_trained_scorer_keeps_the_keys_and_values_that_checkpoints_do_not():
-    backbone = make_model(num_hidden_layers=4)
-    plain = [bytes_of_row(backbone, 10, checkpoints_layers=checkpoints) for checkpoints in (False, True)]
-    scorer = add_kv_scorer(backbone, Learned())
-    trained = [bytes_of_row(backbone, 10, checkpoints_layers=checkpoints) for checkpoints in (False, True)]
-    # in float32, with 2 KV heads of 8: 4 · 2 tensors · 4 layers · 10 · 2 · 8 bytes
-    assert [b - a for a, b in zip(plain, trained, strict=True)] == [0, 4 * 2 * 4 * 10 * 2 * 8]
-    scorer.requires_grad_(False)
-    assert bytes_of_row(backbone, 10, checkpoints_layers=True) == plain[1]
-
-
-def test_auto_fills_half_of_the_memory_beside_weights_gradients_and_moments(tmp_path, has_memory):
+def test_auto_fills_its_share_of_the_memory_beside_weights_gradients_and_moments(tmp_path, has_memory):
     context, roles = make_context(tmp_path, "rollout.max_new_tokens=40"), make_roles()
     backbone = roles.backbone("policy")
     n_columns = max(context.sizes.prompts) + 40
-    needed = bytes_of_row(backbone, n_columns, checkpoints_layers=False)
+    count = PassBytes(backbone)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in roles.parameters()]
     weights = sum(size for size, _ in sizes) + 3 * sum(size for size, is_learned in sizes if is_learned)
 
-    def found(n_rows: float, **options) -> int:
-        has_memory(weights + int(2 * n_rows * needed))
-        return tokens_per_pass(context, roles, backbone, **options)
+    def found(n_rows: int, share: float = 1.01, **options) -> int:
+        parts = count.of_pass(n_rows, n_columns, False)
+        n_bytes = (options.get("n_graphs", 1) - 1) * parts["kept"] + sum(parts.values())
+        has_memory(weights + int(share * n_bytes / FOR_PASSES))
+        return tokens_per_pass(context, roles, backbone, False, **options)
 
     has_memory(weights + 1000)
     assert free_memory(context, roles) == 1000
-    assert found(5.5) == 5 * n_columns
-    assert found(11.5) == 11 * n_columns
-    assert found(11.5, n_graphs=2) == 5 * n_columns
-    assert found(0.1) == n_columns  # a row there must be
-    assert found(1e6) == TOKENS_PER_PASS
+    assert found(5) == 5 * n_columns
+    assert found(5, 0.99) == 4 * n_columns
+    assert found(11) == 11 * n_columns
+    assert found(11, n_graphs=2) == 11 * n_columns
+    assert found(1, 0.1) == n_columns  # a row there must be
+    assert found(100_000) == TOKENS_PER_PASS
     has_memory(0)
     assert free_memory(context, roles) == 0
+
+
+class OnCuda:
+    """A backbone that says that it is on CUDA, where a choice has one more way."""
+
+    def __init__(self, backbone):
+        self.__dict__["own"] = backbone
+
+    device = torch.device("cuda")
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+
+def test_checkpoints_are_as_few_as_fit(tmp_path, has_memory, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    context, roles = make_context(tmp_path, "rollout.max_new_tokens=40"), make_roles()
+    backbone = roles.backbone("policy")
+    n_columns = max(context.sizes.prompts) + 40
+    count = PassBytes(backbone)
+    monkeypatch.setattr(pass_size, "free_memory", lambda run, module: int(room / FOR_PASSES) + 1)
+    of_pass = sum(count.of_pass(TOKENS_PER_PASS // n_columns, n_columns, False).values())
+    for room, chosen in ((of_pass, False), (of_pass - 1, True), (0, True)):
+        assert choose_checkpoints(context, roles, backbone) is chosen
+    assert "auto: true" in caplog.text
+    assert "with all activations" in caplog.text
+    context.cfg.fabric.__dict__["tokens_per_pass"] = 2 * n_columns  # what is given needs less
+    room = sum(count.of_pass(2, n_columns, False).values())
+    assert choose_checkpoints(context, roles, backbone) is False
+    monkeypatch.setattr(pass_size, "PassBytes", lambda model: count)
+    row = sum(count.of_pass(1, n_columns, True).values())
+    on_cuda = OnCuda(backbone)
+    monkeypatch.setattr(pass_size, "checkpointed_layers", lambda model: checkpointed_layers(backbone))
+    for room, chosen in ((row, True), (row - 1, "host"), (0, "host")):
+        assert choose_checkpoints(context, roles, on_cuda) == chosen
+    monkeypatch.setattr(pass_size, "checkpointed_layers", lambda model: [])
+    assert choose_checkpoints(context, roles, backbone) is False
+
+
+@pytest.mark.parametrize("given", [True, False, "host"])
+def test_given_checkpoints_are_taken_as_they_are(tmp_path, has_memory, given):
+    has_memory(0)
+    context, roles = make_context(tmp_path, f"roles.gradient_checkpointing={given}".lower()), make_roles()
+    assert choose_checkpoints(context, roles, roles.backbone("policy")) == given
 
 
 def out_of_memory(run, n_tokens):
@@ -108,7 +129,7 @@ def test_a_run_that_ran_out_of_memory_resumes_with_half_of_the_pass(tmp_path, ha
     for n_tokens, limit in ((100, 50), (50, 25), (1, 1)):
         out_of_memory(make_context(tmp_path, folder=tmp_path), n_tokens)
         context = make_context(tmp_path, folder=tmp_path)
-        assert tokens_per_pass(context, roles, roles.backbone("policy")) == limit
+        assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == limit
     (tmp_path / PASS_SIZE).write_text("[]")
     with pytest.raises(DamagedFileError, match=PASS_SIZE):
         make_context(tmp_path, folder=tmp_path)
@@ -137,7 +158,7 @@ def test_given_numbers_are_taken_as_they_are(tmp_path, has_memory, n_bytes):
     has_memory(n_bytes)
     context = make_context(tmp_path, "fabric.tokens_per_pass=123", "evaluation.batch_size=1000")
     roles = make_roles()
-    assert tokens_per_pass(context, roles, roles.backbone("policy")) == 123
+    assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == 123
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 1000
 
 
@@ -191,8 +212,10 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatc
     context, roles = make_context(tmp_path, "evaluation.batch_size=auto"), make_roles()
     has_memory(GIB)
     monkeypatch.setattr("lit_rlkv.runs.run.ranks_of", lambda fabric: Other())
-    assert tokens_per_pass(context, roles, roles.backbone("policy")) == 7
+    assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == 7
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 7
+    monkeypatch.setattr(Other, "all_gather_object", lambda self, values: [*values, 1])
+    assert choose_checkpoints(context, roles, roles.backbone("policy")) is True  # here all would fit
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,220 @@
+"""Bytes that the learner needs for a pass, beside weights, gradients and moments.
+
+What the backward pass will read is counted on the model itself: its layers compute a few tokens, and the
+tensors that they save are added up. Of attention these are queries, keys, values, output and log-sum-exp.
+Bytes grow with the tokens, so two such forwards give those of any length. All else is by formula.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lit_rlkv.kernels.backend import to_autocast_dtype, uses_triton
+from lit_rlkv.kernels.shadow_attention.blocks import LONG
+from lit_rlkv.kernels.token_logps.chunks import TRITON_MAX_CHUNK_LOGITS
+from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
+from lit_rlkv.models import activations
+from lit_rlkv.models.activations import Checkpoints, checkpointed_layers, computing_once, tokenwise_modules
+from lit_rlkv.models.adapters import lora_layers, use_adapter
+from lit_rlkv.models.backbone import forward_masks, head_dims, head_is_frozen, n_kv_heads, optional_setting, text_config
+from lit_rlkv.models.kv_scorer import kv_scorer_of
+from lit_rlkv.models.lm_head import model_body
+
+FEW = 64
+"""Tokens of the shorter forward: as many as a chunk of recurrent layers."""
+FLOAT32 = 4
+BATCH_BYTES = 45
+"""Bytes of a token in a batch: ids, masks, positions, log-probs, advantages."""
+
+
+class PassBytes:
+    """Counts the bytes of passes of a model, on any device: on `meta`, too, where nothing is computed.
+
+    Weights that train, and the precision, are those of now; of several adapters one is active.
+
+    Args:
+        model: with our attention.
+        is_fused: True if passes will run in the Triton kernels; None: if they do on the model's device.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, is_fused: bool | None = None) -> None:
+        self.model, self.config = model, text_config(model)
+        on_device = torch.empty(0, dtype=torch.float32, device=model.device)
+        self.is_fused = uses_triton(on_device) if is_fused is None else is_fused
+        short, long = (_Count(model, n_tokens) for n_tokens in (FEW, 2 * FEW))
+        self.itemsize = long.itemsize
+        self._of_token = (long.sums - short.sums) / FEW
+        self._fixed = short.sums - FEW * self._of_token
+
+    def of_pass(self, n_rows: int, n_columns: int, checkpoints: Checkpoints) -> dict[str, int]:
+        """Return the bytes by what they are for, of rows of so many tokens; with `host` those of the device.
+
+        `kept` is there for the whole backward pass, `backward` at its peak.
+        """
+        n = n_rows * n_columns
+        whole, inputs, layer, in_tiles, outside, widest = (self._fixed + n * self._of_token).clamp(min=0).tolist()
+        config, dim = self.config, self.itemsize * int(self.config.hidden_size)
+        n_layers = int(config.num_hidden_layers)
+        queries, keys = (
+            self.itemsize * heads * max(head_dims(self.model))
+            for heads in (int(config.num_attention_heads), n_kv_heads(self.model))
+        )
+        of_layer = 2 * (widest / n + dim)  # gradients of an MLP's widest activations
+        kept, backward = whole + n_layers * self._of_weights(n_rows, n_columns), n * of_layer
+        if checkpoints:
+            n_kept = min(n_layers, 2) if checkpoints == "host" else n_layers
+            kept = inputs * n_kept / n_layers + self._of_scorer(n)
+            # Gradients around an MLP in tiles, or those of attention, of which keys' are in float32.
+            gradients = max(3 * dim, dim + 2 * queries + 2 * FLOAT32 * keys / self.itemsize)
+            backward = layer - inputs / n_layers + n * gradients + self._of_weights(n_rows, n_columns)
+            backward += min(n, activations.TILE) * (in_tiles / n + of_layer)
+            if n > activations.TILE:  # gradients of their weights are summed up
+                backward += 2 * max(map(_trained_bytes, checkpointed_layers(self.model)))
+        # Before the layers: log-probs of the last hidden states, then the last norm in float32.
+        last = max(outside + 2 * n * dim + self._of_logits(n), 6 * FLOAT32 * n * dim / self.itemsize)
+        parts = {"kept": kept, "backward": max(backward, last), "batch": n * BATCH_BYTES}
+        return {name: int(n_bytes) for name, n_bytes in parts.items()}
+
+    def _of_logits(self, n: int) -> int:
+        """Two chunks of float32 logits, on a CPU three; of a head that trains a gradient."""
+        n_logits = n * int(self.config.vocab_size)
+        most = TRITON_MAX_CHUNK_LOGITS if self.is_fused else MAX_CHUNK_LOGITS
+        chunks = (2 if self.is_fused else 3) * min(n_logits, most)
+        n_trained = 0 if head_is_frozen(self.model) else int(self.config.vocab_size * self.config.hidden_size)
+        return FLOAT32 * chunks + self.itemsize * n_trained
+
+    def _of_weights(self, n_rows: int, n_columns: int) -> int:
+        """What plain torch keeps of a layer's attention for short rows: masks, of a soft cap the weights."""
+        if self.is_fused or n_columns >= LONG:
+            return 0
+        n_bytes = self.itemsize if optional_setting(self.config, "attn_logit_softcapping") is None else 10
+        return n_bytes * n_rows * int(self.config.num_attention_heads) * n_columns**2
+
+    def _of_scorer(self, n: int) -> int:
+        """Keys and values of all layers, which a trained scorer of evictions keeps."""
+        scorer = kv_scorer_of(self.model)
+        if scorer is None or not any(parameter.requires_grad for parameter in scorer.parameters()):
+            return 0
+        n_elements = int(self.config.num_hidden_layers) * n_kv_heads(self.model) * max(head_dims(self.model))
+        return 2 * self.itemsize * n * n_elements
+
+
+class _Count:
+    """What the forward of a row of so many tokens saves.
+
+    Attributes:
+        sums: bytes of all layers, of their inputs, of the largest layer without what tiles would compute
+            again, of that alone, of what is outside of layers, and of the largest tensor of a layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, n_tokens: int) -> None:
+        self._inputs: dict[int, int] = {}
+        self._saved: dict[int, tuple[int, bool, Tensor]] = {}
+        """By storage: layer, or -1 outside of layers; True if within tiles alone; the tensor."""
+        self._of_tiles: dict[int, tuple[int, Tensor]] = {}
+        """Inputs of what runs in tiles, by storage: layer and tensor."""
+        self._layer, self._n_tiles = -1, 0
+        self._of_norm: Tensor | None = None
+        """What the latest norm has returned, of which an MLP in tiles keeps nothing."""
+        weights = (t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor))
+        self._weights = {_storage(tensor) for tensor in weights}
+        ids = torch.zeros(1, n_tokens, dtype=torch.long, device=model.device)
+        masks = forward_masks(model, torch.ones_like(ids, dtype=torch.bool), model.device)
+        layers, adapted = checkpointed_layers(model), lora_layers(model)
+        adapter = next((name for layer in adapted for name in layer.lora_A), None)
+        with ExitStack() as stack:
+            for number, layer in enumerate(layers):
+                stack.callback(layer.register_forward_pre_hook(partial(self._enter_layer, number)).remove)
+                stack.callback(layer.register_forward_hook(self._leave_layer).remove)
+                for module in tokenwise_modules(layer):
+                    stack.callback(module.register_forward_pre_hook(self._enter_tiles).remove)
+                    stack.callback(module.register_forward_hook(self._leave_tiles).remove)
+            stack.enter_context(use_adapter(adapted, adapter))
+            stack.enter_context(computing_once(layers))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+            hidden = model_body(model)(
+                input_ids=ids,
+                position_ids=torch.arange(n_tokens, device=model.device)[None],
+                use_cache=False,
+                replay=_Attention(),
+                attention_mask=masks,
+            ).last_hidden_state
+        self.itemsize: int = hidden.dtype.itemsize
+        beside, in_tiles = ([0] * (len(layers) + 1) for _ in range(2))
+        whole = widest = 0
+        for number, is_in_tiles, tensor in self._saved.values():
+            n_bytes = tensor.untyped_storage().nbytes()
+            (in_tiles if is_in_tiles else beside)[number] += n_bytes
+            if number >= 0:
+                whole, widest = whole + n_bytes, max(widest, n_bytes)
+        for place, (number, tensor) in self._of_tiles.items():
+            n_bytes = tensor.untyped_storage().nbytes()
+            if place not in self._saved:
+                beside[number] += n_bytes
+            elif self._saved[place][1]:
+                beside[number], in_tiles[number] = beside[number] + n_bytes, in_tiles[number] - n_bytes
+        outside = beside.pop() + in_tiles.pop()
+        largest, tiles = max(beside, default=0), max(in_tiles, default=0)
+        self.sums = torch.tensor(
+            [whole, sum(self._inputs.values()), largest, tiles, outside, widest], dtype=torch.float64
+        )
+        del self._saved, self._of_tiles
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        place = _storage(tensor)
+        if place not in self._weights:
+            number, is_in_tiles, _ = self._saved.get(place, (self._layer, True, tensor))
+            self._saved[place] = number, is_in_tiles and self._n_tiles > 0, tensor
+        return tensor
+
+    def _enter_layer(self, number: int, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._layer = number
+        self._weights |= {_storage(tensor) for tensor in layer.parameters()}  # gathered, of sharded layers
+        self._inputs[number] = args[0].untyped_storage().nbytes()
+
+    def _leave_layer(self, layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        self._layer = -1
+
+    def _enter_tiles(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._n_tiles == 0 and args[0] is not self._of_norm and args[0].requires_grad:
+            self._of_tiles[_storage(args[0])] = self._layer, args[0]
+        self._n_tiles += 1
+
+    def _leave_tiles(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self._n_tiles -= 1
+        self._of_norm = output
+
+
+class _Attention:
+    """Stands in for `Replay`: saves what attention saves, and computes nothing."""
+
+    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+        if not query.is_meta:  # where there is no autocast
+            query, key, value = to_autocast_dtype(query, key, value)
+        out: Tensor = _Attended.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_zeros(query.shape[:3], dtype=torch.float32))
+        return out
+
+
+def _trained_bytes(layer: nn.Module) -> int:
+    """Bytes of what trains in modules that run in tiles."""
+    parameters = {p for module in tokenwise_modules(layer) for p in module.parameters() if p.requires_grad}
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
