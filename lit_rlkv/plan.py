@@ -70,15 +70,19 @@ def plan(asked: PlanArguments) -> None:
     """
     from rich.console import Console
 
+    from lit_rlkv.models.pass_bytes import PassBytes
     from lit_rlkv.planning.cards import find_card
     from lit_rlkv.planning.models import roles_of
     from lit_rlkv.planning.plan import Planner
+    from lit_rlkv.planning.recipe import recipe
     from lit_rlkv.planning.screen import as_values, screen
 
     cfg = asked.config
     check_targets(cfg.source)
     n_own = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) and cfg.fabric.devices > 0 else 1
-    planner = Planner(cfg, roles_of(cfg), find_card(asked.gpu), asked.n_prompt, n_own * cfg.fabric.num_nodes)
+    card, roles = find_card(asked.gpu), roles_of(cfg)
+    pass_bytes = PassBytes(roles.backbone("policy"))
+    planner = Planner(cfg, roles, pass_bytes, card, asked.n_prompt, n_own * cfg.fabric.num_nodes)
     rows = planner.rows()
     chosen = next(row for row in rows if row.cache == planner.cache)
     changes = planner.changes(chosen)
@@ -91,7 +95,7 @@ def plan(asked: PlanArguments) -> None:
     if not chosen.fits:
         sys.exit(1)
     if asked.to is not None:
-        asked.to.write_text(planner.recipe(chosen, asked.overrides), encoding="utf-8")
+        asked.to.write_text(recipe(settings, command), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import psutil
 import torch
 
 from lit_rlkv.config import ConfigError
@@ -10,7 +12,8 @@ from lit_rlkv.config import ConfigError
 GIB = 2**30
 CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
 """Bytes of a GPU that its driver and libraries take, and share of the rest lost between allocations: assumed."""
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?G(?:i?B)?", re.IGNORECASE)
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: ?Gi?B?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,12 @@ def _own_card() -> Card:
     memory = int(torch.cuda.get_device_properties(0).total_memory)
     like = next((card for one, card in sorted(CARDS.items(), reverse=True) if _plain(one) in _plain(name)), None)
     return Card(name, memory) if like is None else replace(like, name=name, memory=memory)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine, or of the container's limit."""
+    limits = [Path(name).read_text().strip() for name in CGROUP_LIMITS if Path(name).is_file()]
+    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def _plain(name: str) -> str:

@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
 from lit_rlkv.models.adapters import LoraSpec
+from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles
@@ -42,6 +43,7 @@ def roles_of(cfg: Config) -> Roles:
             model: PreTrainedModel = build(cfg.model.preset)(N_PRESET_TOKENS, 0, 1)
         else:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model.set_attn_implementation(ATTENTION_NAME)
         return model.to(dtype)
 
     with as_config_errors("model"), torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Bytes that a rollout and a pass of the learner need beside the models, by what they are for."""
+"""Bytes that a rollout needs beside the models, by what they are for."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -15,11 +15,11 @@ from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout.generate import n_concurrent_rows
 from lit_rlkv.rollout.mask_record import N_SLOTS
+from lit_rlkv.types import times_dtype
 
 CACHE, PREFILL, STEP = "KV cache", "activations of prompts", "logits of a step"
 RECORDS = ("record of evictions", "record of codes", "record of experts")
-"""Needs that are allocated in full before the first token."""
-EVICTED_AT_BYTES = 4
+"""Needs of a record: of the rows at a time on a GPU, and on a CPU of all responses beside them."""
 LOGIT_BYTES = {True: 8, False: 12}
 """Bytes beside each logit while a token is sampled, on a GPU and elsewhere."""
 SORTING_BYTES = 26
@@ -55,11 +55,15 @@ def rollout_needs(
     n_rows = n_concurrent_rows(n_prompts, group, settings.max_rows)
     n_responses, n_heads, itemsize = n_prompts * group, n_kv_heads(model), dtype.itemsize
     n_tokens, dim, hidden = int(config.vocab_size), max(head_dims(model)), int(config.hidden_size)
+    is_full = [kind.window is None or kind.window >= n_columns for kind in kinds]
+    # Rows that have ended wait in host memory, which is that of a CPU's device.
+    n_ended = n_responses if model.device.type == "cpu" else 0
+    n_tables = sum(is_full) * n_rows + len(is_full) * n_ended  # a window needs none to decode
     slots = _slots(cache, kinds, n_columns, n_prompt_columns)
     of_key = 2 * quantized_bytes(dim, cache.dtype, dtype)
     needs = {
         CACHE: sum(slots) * n_rows * n_heads * of_key,
-        "record of evictions": len(kinds) * n_rows * n_heads * n_columns * EVICTED_AT_BYTES,
+        "record of evictions": n_tables * n_heads * n_columns * times_dtype(n_columns).itemsize,
         STEP: n_rows * n_tokens * (itemsize + LOGIT_BYTES[model.device.type != "cpu"]),
     }
     if cache.is_dense and kinds:  # it grows, and for a while a layer has both sizes
@@ -79,14 +83,14 @@ def rollout_needs(
         needs["latest queries"] = len(kinds) * n_rows * n_query_heads * cache.window * dim * itemsize
     if cache.dtype is not None:
         n_bytes = 2 * record_bytes(dim, cache.dtype)
-        needs["record of codes"] = len(kinds) * n_rows * n_heads * n_columns * n_bytes
+        needs["record of codes"] = len(kinds) * (n_rows + n_ended) * n_heads * n_columns * n_bytes
         needs["numbers of a layer's codes"] = 2 * max(slots) * n_rows * n_heads * dim * itemsize
     if settings.replay_routing:
         routers = routers_of(model)
         n_experts = len(routers) * max(router.k for router in routers)
-        needs["record of experts"] = n_experts * n_rows * n_columns * expert_dtype(routers).itemsize
+        needs["record of experts"] = n_experts * (n_rows + n_ended) * n_columns * expert_dtype(routers).itemsize
     if settings.top_k is not None:
-        n_ids = n_responses * settings.max_new_tokens * min(settings.top_k, n_tokens)
+        n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
     elif settings.top_p < 1:
         needs[STEP] += n_rows * n_tokens * SORTING_BYTES

@@ -13,11 +13,13 @@ from lit_rlkv.config.schema import Config
 from lit_rlkv.kernels.quantization import quantized_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
+from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
-from lit_rlkv.planning.needs import PREFILL, STEP, learner_needs, rollout_needs
+from lit_rlkv.planning.needs import PREFILL, STEP, rollout_needs
 from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_seconds
 
 NF4_BYTES = 0.56
@@ -69,12 +71,14 @@ class Planner:
 
     Args:
         roles: its models, on the meta device.
+        pass_bytes: of the backbone that learns.
         n_prompt: tokens of a prompt.
         n_ranks: devices of the run, each such a card.
     """
 
     cfg: Config
     roles: Roles
+    pass_bytes: PassBytes
     card: Card
     n_prompt: int
     n_ranks: int = 1
@@ -156,17 +160,18 @@ class Planner:
         """Return the plan with one cache, of as many rows and tokens as fit."""
         group, room = self.cfg.algorithm.group_size, self.card.usable
         most = min(self.cfg.rollout.max_rows or self.n_responses, self.n_responses)
-        sizes = [n for n in range(group, max(most, group) + 1, group)]
-        fitting = [n for n in sizes if sum(self.rollout_bytes(cache, n).values()) <= room]
-        n_rows = max(fitting, default=0)
-        passes = [n for n in _pass_sizes(self.n_columns) if sum(self.update_bytes(n).values()) <= room]
-        tokens = max(passes, default=0) * self.n_columns
+        sizes = range(group, max(most, group) + 1, group)
+        n_fitting = bisect(sizes, room, key=lambda n: sum(self.rollout_bytes(cache, n).values()))
+        n_rows = sizes[n_fitting - 1] if n_fitting else 0
+        passes = range(1, max(TOKENS_PER_PASS // self.n_columns, 1) + 1)
+        n_sequences = bisect(passes, room, key=lambda n: sum(self.update_bytes(n).values()))
+        tokens = n_sequences * self.n_columns
         seconds = self._seconds(cache, n_rows) if n_rows and tokens else (None, None)
         return Row(
             cache,
             n_rows,
             self.rollout_bytes(cache, n_rows or group),
-            self.update_bytes(max(passes, default=1)),
+            self.update_bytes(n_sequences or 1),
             tokens,
             *seconds,
         )
@@ -186,34 +191,47 @@ class Planner:
         return models | needs
 
     def update_bytes(self, n_rows: int, n_columns: int | None = None) -> Bytes:
-        """Return the bytes at the peak of a pass of the learner."""
-        checkpoints = self.cfg.roles.gradient_checkpointing
-        columns = self.n_columns if n_columns is None else n_columns
-        return self.model_bytes | learner_needs(self.policy, n_rows, columns, self.dtype, checkpoints)
+        """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
+        n_columns = self.n_columns if n_columns is None else n_columns
+        return self.model_bytes | self.pass_bytes.of_pass(n_rows, n_columns, self.checkpoints)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """What is kept for the backward pass; of `auto` the fastest that fits."""
+        given = self.cfg.roles.gradient_checkpointing
+        if given != "auto":
+            return given
+        room = self.card.usable - sum(self.model_bytes.values())
+        sizes = {False: max(TOKENS_PER_PASS // self.n_columns, 1), True: 1}
+        for checkpoints, n_rows in sizes.items():
+            if sum(self.pass_bytes.of_pass(n_rows, self.n_columns, checkpoints).values()) <= room:
+                return checkpoints
+        return "host" if self.card.is_gpu else True
 
     def longest(self) -> int:
         """Return the tokens of the longest sequence that the learner takes, to 128; 0: none."""
-        fits = [n for n in range(128, MAX_TOKENS, 128)]
-        return fits[bisect(fits, False, key=lambda n: sum(self.update_bytes(1, n).values()) > self.card.usable) - 1]
+        lengths = range(0, MAX_TOKENS, 128)
+        n_fitting = bisect(lengths, self.card.usable, key=lambda n: sum(self.update_bytes(1, n or 1).values()))
+        return lengths[max(n_fitting - 1, 0)]
 
     def changes(self, row: Row) -> list[Change]:
         """Return settings with which more rows or longer sequences fit, or any at all."""
         found = []
         for setting, cfg in self._other_configs():
-            planner = replace(self, cfg=cfg, roles=roles_of(cfg) if setting.startswith("roles.layout") else self.roles)
+            planner = replace(self, cfg=cfg)
             other = planner.row(planner.cache)
             longest = planner.longest()
             if other.n_rows > row.n_rows or longest > self.longest():
-                does_fit = "fits" if other.fits and not row.fits else "then" if other.fits else "does not fit yet"
-                found.append(Change(setting, f"{does_fit}, {other.n_rows} rows at a time, sequences of up to {longest:,} tokens learn"))
+                it = "it fits: " if other.fits and not row.fits else "" if other.fits else "not enough alone: "
+                found.append(Change(setting, f"{it}{other.n_rows} rows at a time, {longest:,} tokens learn"))
         return found
 
     def _other_configs(self) -> Iterator[tuple[str, Config]]:
         cfg, is_gpu = self.cfg, self.card.is_gpu
         roles = cfg.roles
-        if not roles.gradient_checkpointing:
+        if not self.checkpoints:
             yield "roles.gradient_checkpointing=true", replace(cfg, roles=replace(roles, gradient_checkpointing=True))
-        if is_gpu and roles.gradient_checkpointing != "host":
+        if is_gpu and self.checkpoints != "host":
             yield "roles.gradient_checkpointing=host", replace(cfg, roles=replace(roles, gradient_checkpointing="host"))
         if is_gpu and cfg.fabric.quantization is None and not self.trains_all and cfg.model.path is not None:
             yield "fabric.quantization=4bit", replace(cfg, fabric=replace(cfg.fabric, quantization="4bit"))
@@ -255,7 +273,7 @@ class Planner:
             attention_flops=4 * dim * n_heads * n_pairs,
             is_dense=cache.is_dense,
             trains_all=self.trains_all,
-            recomputes=bool(self.cfg.roles.gradient_checkpointing),
+            recomputes=bool(self.checkpoints),
             n_scorings=1 + ("reference" in self.roles.needed),
         )
 
@@ -277,7 +295,3 @@ class Planner:
             n_active += weight.numel() * (share if is_expert else 1)
         return int(n_bytes), int(n_active)
 
-
-def _pass_sizes(n_columns: int) -> range:
-    """Return the numbers of sequences that a pass may hold."""
-    return range(1, max(TOKENS_PER_PASS // n_columns, 1) + 1)

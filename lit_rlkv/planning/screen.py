@@ -11,13 +11,13 @@ from lit_rlkv.planning.plan import Change, Planner, Row
 from lit_rlkv.reporting.tables import make_table
 from lit_rlkv.units import human_bytes, human_seconds
 
-HEADINGS = ("cache", "rows", "rollout", "update", "tokens/s", "rollout s", "update s", "")
+HEADINGS = ("cache", "rows", "rollout peak", "update peak", "tokens/s", "rollout", "update", "")
 LEAST_SHOWN = 2**26
 """Bytes from which a part is named by itself."""
 
 
 def screen(planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str) -> RenderableType:
-    """Return the plan for people.
+    """Return the plan for people, in about twenty lines.
 
     Args:
         chosen: the row of the configured cache.
@@ -44,7 +44,7 @@ def _title(planner: Planner) -> Iterator[Text]:
     precision = cfg.fabric.precision if cfg.fabric.quantization is None else f"base in {cfg.fabric.quantization}"
     yield Text(
         f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, {config.num_hidden_layers} layers "
-        f"of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {cfg.roles.gradient_checkpointing}"
+        f"of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {planner.checkpoints}"
     )
     devices = "" if planner.n_ranks == 1 else f"{planner.n_ranks} × "
     yield Text(

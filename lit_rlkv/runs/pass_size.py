@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import psutil
 import torch
@@ -18,6 +17,7 @@ from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, rollout_n
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
 from lit_rlkv.models.pass_bytes import PassBytes
+from lit_rlkv.planning.cards import machine_memory
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.rollout.decoder import FIRST_TOKENS
 from lit_rlkv.runs.run import Run
@@ -29,7 +29,6 @@ FOR_PASSES, FOR_CACHE = 0.8, 0.3
 15 %, and for the cache of an evaluation. The rest is for records, temporary tensors and fragmentation."""
 MAX_ROWS = 512
 """Most rows that an evaluation samples at a time."""
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def choose_checkpoints(
@@ -205,9 +204,3 @@ def available_memory(device: torch.device) -> int:
         limit = process.rlimit(psutil.RLIMIT_AS)[0]
         found += [] if limit == psutil.RLIM_INFINITY else [limit - process.memory_info().vms]
     return max(min(found), 0)
-
-
-def machine_memory() -> int:
-    """Return the bytes of memory of this machine, or of the container's limit."""
-    limits = [Path(name).read_text().strip() for name in CGROUP_LIMITS if Path(name).is_file()]
-    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])

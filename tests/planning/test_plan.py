@@ -1,0 +1,124 @@
+"""python -m lit_rlkv.plan: sizes of public models, what a budget buys, and refusals before any work."""
+
+import json
+
+import pytest
+from transformers import Qwen3Config
+
+from lit_rlkv import plan
+from lit_rlkv.config import ConfigError, composed, parse_config
+from lit_rlkv.planning.cards import CARDS, GIB, find_card
+
+QWEN3_4B = Qwen3Config(
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A folder with a config and no weights."""
+    folder = tmp_path_factory.mktemp("qwen3-4b")
+    QWEN3_4B.save_pretrained(folder)
+    return str(folder)
+
+
+def planned(capsys, *arguments):
+    try:
+        plan.plan(plan._parse([*arguments, "--json"]))
+    except SystemExit as end:
+        assert end.code == 1
+    return json.loads(capsys.readouterr().out)
+
+
+def by_budget(found):
+    return {row["budget"]: row for row in found["rows"]}
+
+
+LONG = ("recipe=llm", "rollout.max_new_tokens=16384", "cache.policy=h2o", "cache.budget=1024", "cache.interval=128")
+
+
+def test_a_budget_lets_a_card_decode_what_it_cannot_hold_whole(capsys, qwen):
+    found = planned(capsys, *LONG, f"model.path={qwen}", "gpu=24GB")
+    rows = by_budget(found)
+    assert [*rows] == [None, 2048, 1024, 512]
+    assert not rows[None]["fits"]
+    assert [rows[budget]["rows"] for budget in (2048, 1024, 512)] == sorted(row["rows"] for row in rows.values())[1:]
+    # By hand: 2 · 36 layers · 8 heads · 128 dimensions · 2 bytes a key, 1,152 of them.
+    of_row = 2 * 36 * 8 * 128 * 2 * 1152
+    assert rows[1024]["rollout_bytes"]["KV cache"] == rows[1024]["rows"] * of_row
+    assert rows[1024]["rollout_bytes"]["weights"] == pytest.approx(2 * 4.022e9 + 4 * 66e6, rel=0.01)
+    assert sum(rows[1024]["rollout_bytes"].values()) <= found["usable"]
+    assert rows[1024]["rollout_s"] > rows[512]["rollout_s"]
+    more = planned(capsys, *LONG, f"model.path={qwen}", "gpu=H100")
+    assert by_budget(more)[None]["fits"]
+    assert more["longest_sequence"] > 3 * found["longest_sequence"]
+
+
+def test_a_budget_buys_nothing_for_short_responses(capsys, qwen):
+    short = ("recipe=llm", "rollout.max_new_tokens=512", "cache.budget=1024", "cache.interval=128", "prompt=256")
+    rows = by_budget(planned(capsys, *short, f"model.path={qwen}", "gpu=H100"))
+    assert rows[None]["rows"] == rows[1024]["rows"]
+    assert rows[None]["rollout_s"] == pytest.approx(rows[1024]["rollout_s"], rel=0.1)
+
+
+def test_what_cannot_fit_ends_with_1_and_says_what_helps(capsys, qwen):
+    asked = plan._parse([*LONG, f"model.path={qwen}", "gpu=10GB"])
+    with pytest.raises(SystemExit) as end:
+        plan.plan(asked)
+    said = capsys.readouterr().out
+    assert end.value.code == 1
+    assert "it does not fit" in said
+    assert "fabric.quantization=4bit: it fits: " in said
+
+
+def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, monkeypatch):
+    file = tmp_path / "mine.yaml"
+    plan.plan(plan._parse([*LONG, f"model.path={qwen}", "task=sorting", "gpu=24GB", f"to={file}"]))
+    assert "python -m lit_rlkv.fit" in capsys.readouterr().out
+    said = file.read_text()
+    assert "- override /task: sorting" in said
+    assert "max_rows: 64" in said or "max_rows: " in said
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("gpu=H900", "gpu=H900 is no card known here and no size; give one of RTX3090"),
+        ("gpu=0GB", "is no card"),
+        ("gpu=1e30GB", "is no card"),
+        ("prompt=-3", "prompt must be the tokens of a prompt, got -3"),
+        ("prompt=x", "prompt must be"),
+        ("cache.budgett=3", "did you mean 'cache.budget'"),
+        ("cache.budget=0", "cache.budget must be"),
+        ("model.path=./nothing", "is not a checkpoint folder"),
+    ],
+)
+def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
+    with pytest.raises(ConfigError) as error:
+        plan.plan(plan._parse([*LONG, f"model.path={qwen}", "gpu=24GB", argument]))
+    assert says in str(error.value)
+
+
+def test_a_config_of_an_unknown_type_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "zebra9"}')
+    with pytest.raises(ConfigError, match=r"model\.path=.*zebra9"):
+        plan.plan(plan._parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
+
+
+@pytest.mark.parametrize("name", ["h100", "NVIDIA H100", "24GB", "24 GiB", "24", "rtx 4090"])
+def test_cards_are_found_by_name_and_by_size(name):
+    card = find_card(name)
+    assert 0.8 * card.memory < card.usable < card.memory
+    assert card.memory == CARDS["H100"].memory if "100" in name else 23 * GIB < card.memory < 24 * GIB
+
+
+def test_a_size_has_the_speed_of_the_nearest_card():
+    assert find_card("80GB").bandwidth in (CARDS["H100"].bandwidth, CARDS["A100"].bandwidth)
+    assert find_card(None).usable > 0
