@@ -1,4 +1,4 @@
-"""Bytes of a pass by the tensors that a model's own layers save. tests/benchmarks compares with live tensors."""
+"""Bytes of a pass by the tensors that layers save; tests/benchmarks compares with live tensors."""
 
 import copy
 
