@@ -45,7 +45,7 @@ def choose_checkpoints(
         module, backbone, n_graphs: see `tokens_per_pass`.
     """
     given = run.cfg.roles.gradient_checkpointing
-    if given != AUTO:
+    if given != "auto":
         return given
     if not checkpointed_layers(backbone):
         return False
@@ -58,8 +58,8 @@ def choose_checkpoints(
     first = next((number for number, needed in enumerate(needs) if needed <= room), len(ways) - 1)
     chosen = ways[run.ranks.all_reduce_max(first)]
     log.info(
-        "roles.gradient_checkpointing=auto: %s; with all activations %d rows of %d tokens would take %s, with "
-        "the inputs of layers alone a row %s, and there are %s",
+        "roles.gradient_checkpointing=auto: %s; with all activations %d rows of %d tokens would take %s, "
+        "with the inputs of layers alone a row %s, and there are %s",
         str(chosen).lower(),
         n_rows,
         n_columns,
