@@ -114,7 +114,7 @@ def measure(way: str, n_tokens: int, shape: dict[str, int] = SHAPE) -> dict[str,
 
 
 def peaks(model: PreTrainedModel, rollout: Rollout, keeps: Checkpoints) -> tuple[int, int, float]:
-    """Return the bytes of a step above weights and gradients, on the device and in host memory, and seconds."""
+    """Return the bytes of a step above weights and gradients, on device and host, and its seconds."""
     activations.checkpoint_layers(model, keeps)
     layers = lora_layers(model)
 

@@ -1,14 +1,14 @@
-"""Bytes of a learner's pass as `lit_rlkv.models.pass_bytes` counts them: beside measured ones, and of large models.
+"""Bytes of a learner's pass by the count of `lit_rlkv.models.pass_bytes`.
 
     python benchmarks/pass_bytes.py [--families qwen3 llama gemma3 qwen3_moe qwen3_next] [--tokens 1024]
     python benchmarks/pass_bytes.py --longest
 
-The first prints, for small random models that train adapters or all weights, the most bytes of live tensors of
-a step for each token, measured as by learner_memory.py, and what the count says.
+The first prints, for small random models that train adapters or all weights, the most bytes of live tensors
+of a step for each token, measured as by learner_memory.py, and what the count says.
 
 The second measures nothing: from the shapes of Qwen3, on the meta device, it computes the longest sequence
-that learns on a card beside weights, LoRA adapters of rank 32 and Adam, without tiles and with them. Of a card
-0.7 GiB are taken by CUDA's context and 6 % by fragments, both assumed.
+that learns on a card beside weights, LoRA adapters of rank 32 and Adam, without tiles and with them. Of a
+card 0.7 GiB are taken by CUDA's context and 6 % by fragments, both assumed; records are not counted.
 """
 
 import argparse
@@ -135,7 +135,8 @@ def resident_bytes(model: PreTrainedModel, weight_bytes: float) -> float:
     linears = {m.weight for m in model.model.modules() if isinstance(m, torch.nn.Linear)}
     n_linear, n_weights = sum(w.numel() for w in linears), model.num_parameters()
     add_adapter(model, "policy", LoraSpec(rank=32, alpha=64, target_modules="all-linear"))
-    n_bytes = 2 * (n_weights - n_linear) + weight_bytes * n_linear + ADAM_BYTES * (model.num_parameters() - n_weights)
+    n_trained = model.num_parameters() - n_weights
+    n_bytes = 2 * (n_weights - n_linear) + weight_bytes * n_linear + ADAM_BYTES * n_trained
     # A weight in 4 bits is unpacked for its product.
     return n_bytes if weight_bytes == 2 else n_bytes + 2 * max(weight.numel() for weight in linears)
 

@@ -213,9 +213,7 @@ def tokenwise_modules(layer: nn.Module) -> list[nn.Module]:
         if name in MLP_NAMES and not any(hasattr(module, part) for part in ROUTING_NAMES)
     ]
     norms = [module for module in layer.modules() if _is_norm(module)]
-    return [
-        module for module in (*mlps, *norms) if len(signature(_own_forward(module)).parameters) == 1
-    ]
+    return [module for module in (*mlps, *norms) if len(signature(_own_forward(module)).parameters) == 1]
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -241,7 +239,7 @@ def _in_tiles(
         return forward(hidden)
     if (before := getattr(hidden, "_tiled_by", None)) is not None:
         hidden, norm, trained_before = before
-        forward, trained = _in_order(norm, forward), trained_before + trained
+        forward, trained = partial(_after, norm, forward), trained_before + trained
     else:
         # Saved first and alone: then the recomputation of a layer that saves nothing after it ends here.
         hidden = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
@@ -251,8 +249,8 @@ def _in_tiles(
     return out
 
 
-def _in_order(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda tile: second(first(tile))
+def _after(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor], tile: Tensor) -> Tensor:
+    return second(first(tile))
 
 
 class _Saved(torch.autograd.Function):

@@ -191,7 +191,9 @@ def replay_arguments(model: PreTrainedModel, record: Record, **options: Any) -> 
     return {"replay": replay, "attention_mask": forward_masks(model, table[:, 0, 0] > 0, table.device)}
 
 
-def forward_masks(model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device) -> Any:
+def forward_masks(
+    model: PreTrainedModel, is_token: Bool[Tensor, "batch seq"] | None, device: torch.device
+) -> Any:
     """Return the mask of a forward: a dummy of 4 dimensions, so that transformers builds none of its own.
 
     Layers with a state get one that is False on padding, which must not enter the state.

@@ -22,7 +22,14 @@ from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.models import activations
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers, computing_once, tokenwise_modules
 from lit_rlkv.models.adapters import lora_layers, use_adapter
-from lit_rlkv.models.backbone import forward_masks, head_dims, head_is_frozen, n_kv_heads, optional_setting, text_config
+from lit_rlkv.models.backbone import (
+    forward_masks,
+    head_dims,
+    head_is_frozen,
+    n_kv_heads,
+    optional_setting,
+    text_config,
+)
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.lm_head import model_body
 
@@ -58,7 +65,9 @@ class PassBytes:
         `kept` is there for the whole backward pass, `backward` at its peak.
         """
         n = n_rows * n_columns
-        whole, inputs, layer, in_tiles, outside, widest = (self._fixed + n * self._of_token).clamp(min=0).tolist()
+        whole, inputs, layer, in_tiles, outside, widest = (
+            (self._fixed + n * self._of_token).clamp(min=0).tolist()
+        )
         config, dim = self.config, self.itemsize * int(self.config.hidden_size)
         n_layers = int(config.num_hidden_layers)
         queries, keys = (

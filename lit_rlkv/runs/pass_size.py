@@ -44,26 +44,25 @@ def choose_checkpoints(
         module, backbone, n_graphs: see `tokens_per_pass`.
     """
     given = run.cfg.roles.gradient_checkpointing
-    if given != AUTO:
+    if given != "auto":
         return given
     if not checkpointed_layers(backbone):
         return False
     count, n_columns, room = _counted(run, backbone), _longest(run), _room(run, module)
     n_tokens = run.pass_limit if run.cfg.fabric.tokens_per_pass == AUTO else run.cfg.fabric.tokens_per_pass
-    tried: list[tuple[Checkpoints, int]] = [(False, max(int(n_tokens) // n_columns, 1)), (True, 1), ("host", 1)]
-    tried = tried if backbone.device.type == "cuda" else tried[:2]
-    needs = [count(n_rows, n_columns, checkpoints, n_graphs) for checkpoints, n_rows in tried]
-    first = next((number for number, needed in enumerate(needs) if needed <= room), len(tried) - 1)
-    chosen, n_rows = tried[run.ranks.all_reduce_max(first)]
+    n_rows = max(int(n_tokens) // n_columns, 1)
+    ways: list[Checkpoints] = [False, True, "host"]
+    ways = ways if backbone.device.type == "cuda" else ways[:2]
+    needs = [count(1 if way else n_rows, n_columns, way, n_graphs) for way in ways]
+    first = next((number for number, needed in enumerate(needs) if needed <= room), len(ways) - 1)
+    chosen = ways[run.ranks.all_reduce_max(first)]
     log.info(
-        "roles.gradient_checkpointing=auto: %s; %d rows of %d tokens would take %s with all activations, a row "
-        "%s with the inputs of layers alone, of %s there",
+        "roles.gradient_checkpointing=auto: %s; with all activations %d rows of %d tokens would take %s, "
+        "with the inputs of layers alone a row %s, and there are %s",
         str(chosen).lower(),
-        tried[0][1],
+        n_rows,
         n_columns,
-        human_bytes(needs[0]),
-        human_bytes(needs[1]),
-        human_bytes(room),
+        *(human_bytes(n_bytes) for n_bytes in (*needs[:2], room)),
     )
     return chosen
 

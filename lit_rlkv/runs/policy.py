@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.config import AUTO, ConfigError, as_config_errors, build
+from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
@@ -186,7 +186,7 @@ def make_roles(run: Run, start: str | Path) -> Roles:
             needed=cfg.needed_roles,
             reward_head=reward_head,
             value_head=reward_head if settings.value_init == "reward" else None,
-            checkpoints_layers=False if given == AUTO else given,  # `choose_checkpoints` sees all in memory
+            checkpoints_layers=False if given == "auto" else given,  # `choose_checkpoints` sees all in memory
         )
     if cfg.parts.cache.is_trained:
         add_scorer(cfg, roles, start)

@@ -23,6 +23,7 @@ from lit_rlkv.distributed.sharding import (
     shard_like,
     shard_state_like,
 )
+from lit_rlkv.models import activations
 from lit_rlkv.runs.run import Run
 from tests.distributed.rank_runs import SETTINGS, SYNC, rows_of, weights_of
 from tests.integrations.test_layer_kinds import build
@@ -68,6 +69,18 @@ def test_two_sharded_ranks_equal_one_process(folder, name, options):
     run(folder, name, *SETTINGS, *small, *ours, "rollout.n_shards=2")
     run_on_ranks(folder, f"{name}-two", 2, *SETTINGS, *small, *SHARDED, *options)
     assert max(row["grad_norm"] for row in rows_of(folder / name)) > 1e-3
+    assert_same(folder, name, f"{name}-two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [("full", ["roles=full"]), ("adapters", [])])
+def test_sharded_layers_that_are_recomputed_in_tiles_equal_those_of_one_process(
+    folder, monkeypatch, name, options
+):
+    monkeypatch.setattr(activations, "TILE", 7)  # also of the ranks, which are forks
+    options = [*SETTINGS, *options, "stages=[sft,rl]"]
+    run(folder, name, *options, "rollout.n_shards=2", "roles.gradient_checkpointing=false")
+    run_on_ranks(folder, f"{name}-two", 2, *options, *SHARDED, "roles.gradient_checkpointing=true")
     assert_same(folder, name, f"{name}-two")
 
 

@@ -89,23 +89,24 @@ def test_checkpoints_are_as_few_as_fit(tmp_path, has_memory, caplog, monkeypatch
     backbone = roles.backbone("policy")
     n_columns = max(context.sizes.prompts) + 40
     count = PassBytes(backbone)
-    monkeypatch.setattr(pass_size, "free_memory", lambda run, module: int(room / FOR_PASSES) + 1)
+
+    def choose(room, backbone=backbone):
+        monkeypatch.setattr(pass_size, "_room", lambda run, module: room)
+        return choose_checkpoints(context, roles, backbone)
+
     of_pass = sum(count.of_pass(TOKENS_PER_PASS // n_columns, n_columns, False).values())
-    for room, chosen in ((of_pass, False), (of_pass - 1, True), (0, True)):
-        assert choose_checkpoints(context, roles, backbone) is chosen
+    assert [choose(room) for room in (of_pass, of_pass - 1, 0)] == [False, True, True]
     assert "auto: true" in caplog.text
     assert "with all activations" in caplog.text
     context.cfg.fabric.__dict__["tokens_per_pass"] = 2 * n_columns  # what is given needs less
-    room = sum(count.of_pass(2, n_columns, False).values())
-    assert choose_checkpoints(context, roles, backbone) is False
+    assert choose(sum(count.of_pass(2, n_columns, False).values())) is False
     monkeypatch.setattr(pass_size, "PassBytes", lambda model: count)
     row = sum(count.of_pass(1, n_columns, True).values())
     on_cuda = OnCuda(backbone)
     monkeypatch.setattr(pass_size, "checkpointed_layers", lambda model: checkpointed_layers(backbone))
-    for room, chosen in ((row, True), (row - 1, "host"), (0, "host")):
-        assert choose_checkpoints(context, roles, on_cuda) == chosen
+    assert [choose(room, on_cuda) for room in (row, row - 1, 0)] == [True, "host", "host"]
     monkeypatch.setattr(pass_size, "checkpointed_layers", lambda model: [])
-    assert choose_checkpoints(context, roles, backbone) is False
+    assert choose(0) is False
 
 
 @pytest.mark.parametrize("given", [True, False, "host"])

@@ -228,7 +228,7 @@ MISTAKES = [
     (["stages=[rl,rl]"], "stages=[rl, rl] names a stage twice; name each once"),
     (
         ["roles.gradient_checkpointing=no"],
-        "roles.gradient_checkpointing must be true or false or host, got no",
+        "roles.gradient_checkpointing must be true or false or one of auto, host, got no",
     ),
     (
         ["algorithm.max_grad_norm=abc"],
