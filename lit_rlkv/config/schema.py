@@ -266,6 +266,9 @@ class RolesConfig:
     gradient_checkpointing: Bool | Literal["host"] = False
     """recompute layers in the backward pass, MLPs in tiles of 4,096 tokens: less memory, one more forward;
     host: what is kept, the inputs of layers, is in host memory"""
+    shadow_attention: Literal["lists", "segments"] = "lists"
+    """attention of the learner: by lists of keys for blocks of queries, or between evictions by torch's flash
+    kernels, where heads, dtype and interval fit them"""
     stack_passes: Bool = False
     """score reference, reward and value as one batch"""
 
