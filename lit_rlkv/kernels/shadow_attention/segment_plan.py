@@ -86,6 +86,8 @@ def plan_segments(
         cells: cells of the batch whose queries are computed, one for each token; None: all.
     """
     (batch, _, n_heads, seq), device = evicted_at.shape, evicted_at.device
+    if not evicted_at.numel():
+        return None
     n_cells = batch * seq
     most = n_cells // MIN_QUERIES
     is_query = torch.full((n_cells,), cells is None, device=device)
@@ -94,8 +96,6 @@ def plan_segments(
     places = torch.arange(n_cells, device=device) if place is None else place.flatten()
     n_keys = n_heads * (n_cells if cells is None else len(cells))
     cuts = [_Cuts(layer, is_query.view(batch, seq), most) for layer in evicted_at.unbind(1)]
-    if not cuts or not n_cells:
-        return None
     layers: list[LayerSegments | None] = []
     for cut, facts in zip(cuts, torch.stack([cut.facts for cut in cuts]).cpu(), strict=True):
         n_cuts, window = facts[0, :2].tolist()
