@@ -62,7 +62,7 @@ class PlainLibrary:
             logits = query[of_queries].transpose(0, 1) @ repeated(key[of_keys], query.transpose(0, 1)).mT
             last = torch.arange(n_queries)[:, None] + n_keys - n_queries  # the key at each query's own place
             age = last - torch.arange(n_keys)
-            is_hidden = (age < 0) & call.is_causal | (age >= (call.window or n_keys + n_queries))
+            is_hidden = (age < 0) & (call.window is not None) | (age >= (call.window or n_keys + n_queries))
             yield (logits * call.scaling).masked_fill(is_hidden, -torch.inf), of_queries, of_keys
             begins = ends
 

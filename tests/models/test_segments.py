@@ -139,7 +139,7 @@ def test_a_shared_prompt_is_not_copied_for_its_responses(monkeypatch):
     monkeypatch.setitem(flash.LIBRARIES, "cpu", library := PlainLibrary())
     with use_shadow_attention("segments"):
         replayed(model, rollout)
-    own = [call for call in library.calls if call.is_causal]
+    own = [call for call in library.calls if call.window == 0]
     n_own = sum(int(call.query_starts[-1]) for call in own) / len(model.base_model.layers)
     # Each token but the last of a row is a query of each KV head once.
     n_responses = int((rollout.response_mask[:, 1:] & rollout.response_mask[:, :-1]).sum())

@@ -1,161 +1,113 @@
 """torch's flash attention over sequences of different lengths: forward with log-sum-exp, and backward."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 aten = torch.ops.aten
+MAX_HEAD_DIM = 256
+"""Most dimensions of a head on CUDA, where they must be a multiple of 8."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """The sequences of a call, whose queries and keys stand one after another."""
+class Call(NamedTuple):
+    """The sequences of a call; their queries [query, head, dim] and keys stand one after another."""
 
     query_starts: Int[Tensor, " sequence_and_end"]
     key_starts: Int[Tensor, " sequence_and_end"]
     longest: int
-    """Most queries of a sequence, or more."""
+    """Most queries of a sequence."""
     most_keys: int
-    is_causal: bool
-    """The last query sees all keys, the one before it all but the last, and so on; else all see all."""
-    window: int
-    """Last keys that a query sees; 0: all."""
+    window: int | None
+    """Keys that a query sees up to its own, the last key for the last query; 0: all; None: not causal."""
     scaling: float
 
 
-class Library(Protocol):
-    """Flash attention on one kind of device, of queries [query, head, dim] and keys [key, kv_head, dim]."""
+class Library(NamedTuple):
+    """Flash attention on one kind of device."""
 
     dtypes: tuple[torch.dtype, ...]
     has_windows: bool
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp [query, head]."""
-
-    def backward(
-        self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients to query, key and value, of the softmax that `out` and `lse` are of."""
+    forward: Callable[..., tuple[Tensor, ...]]
+    """Takes query, key, value and the call; returns the output and the log-sum-exp [query, head]."""
+    backward: Callable[..., tuple[Tensor, ...]]
+    """Takes d_out, query, key, value, the output and log-sum-exp of the whole softmax, and the call."""
 
 
-class _Cuda:
-    dtypes = (torch.float16, torch.bfloat16)
-    has_windows = True
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._flash_attention_forward(
-            query, key, value, *self._lengths(call), 0.0, call.is_causal, False, **self._options(call)
-        )
-        return out, lse.mT
-
-    def backward(
-        self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        without_dropout = (
-            torch.zeros(2, dtype=torch.uint64, device=query.device),
-            torch.empty(0, dtype=torch.uint64, device=query.device),
-        )
-        d_query, d_key, d_value = aten._flash_attention_backward(
-            d_out,
-            query,
-            key,
-            value,
-            out,
-            lse.mT.contiguous(),
-            *self._lengths(call),
-            0.0,
-            call.is_causal,
-            *without_dropout,
-            **self._options(call),
-        )
-        return d_query, d_key, d_value
-
-    def _lengths(self, call: Call) -> tuple[Tensor, Tensor, int, int]:
-        # Where the longest has 1 query, the library would lay the log-sum-exp out in another way.
-        return call.query_starts, call.key_starts, max(call.longest, 2), call.most_keys
-
-    def _options(self, call: Call) -> dict[str, float | int]:
-        left, right = call.window - 1 if call.window else -1, 0 if call.is_causal else -1
-        return {"scale": call.scaling, "window_size_left": left, "window_size_right": right}
+def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+    sizes, is_causal, options = _cuda_settings(call)
+    found = aten._flash_attention_forward(query, key, value, *sizes, 0.0, is_causal, False, **options)
+    return found[0], found[1].mT
 
 
-class _Cpu:
-    """Sequences of equal shapes that follow each other are one call."""
-
-    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    has_windows = False
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        outs, lses = [], []
-        for batch in _batches(query, key, call):
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                batch.of_queries(query),
-                batch.of_keys(key),
-                batch.of_keys(value),
-                is_causal=call.is_causal,
-                scale=call.scaling,
-            )
-            outs.append(out.transpose(1, 2).flatten(0, 1))
-            lses.append(lse.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outs), torch.cat(lses)
-
-    def backward(
-        self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = []
-        for batch in _batches(query, key, call):
-            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                batch.of_queries(d_out),
-                batch.of_queries(query),
-                batch.of_keys(key),
-                batch.of_keys(value),
-                batch.of_queries(out),
-                batch.of_queries(lse),
-                0.0,
-                call.is_causal,
-                scale=call.scaling,
-            )
-            found.append([each.transpose(1, 2).flatten(0, 1) for each in gradients])
-        d_query, d_key, d_value = map(torch.cat, zip(*found, strict=True))
-        return d_query, d_key, d_value
+def _cuda_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, ...]:
+    sizes, is_causal, options = _cuda_settings(call)
+    draws = (torch.zeros(n, dtype=torch.uint64, device=lse.device) for n in (2, 0))  # no dropout
+    found = aten._flash_attention_backward(
+        d_out, query, key, value, out, lse.mT.contiguous(), *sizes, 0.0, is_causal, *draws, **options
+    )
+    return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    n_sequences: int
-    queries: slice
-    keys: slice
-
-    def of_queries(self, values: Float[Tensor, "query head *dim"]) -> Float[Tensor, "sequence head row *dim"]:
-        return values[self.queries].unflatten(0, (self.n_sequences, -1)).transpose(1, 2)
-
-    def of_keys(self, values: Float[Tensor, "key head dim"]) -> Float[Tensor, "sequence head column dim"]:
-        return values[self.keys].unflatten(0, (self.n_sequences, -1)).transpose(1, 2)
+def _cuda_settings(call: Call) -> tuple[tuple[Tensor | int, ...], bool, dict[str, float]]:
+    # With a single query in each sequence the library would lay the log-sum-exp out in another way.
+    sizes = (call.query_starts, call.key_starts, max(call.longest, 2), call.most_keys)
+    left, right = (call.window or 0) - 1, -1 if call.window is None else 0
+    options = {"scale": call.scaling, "window_size_left": left, "window_size_right": right}
+    return sizes, call.window is not None, options
 
 
-def _batches(query: Tensor, key: Tensor, call: Call) -> Iterator[_Batch]:
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+    run = aten._scaled_dot_product_flash_attention_for_cpu
+    return _by_shape(lambda q, *kv: run(q, *kv, **_cpu_settings(call)), call, [query], [key, value])
+
+
+def _cpu_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, ...]:
+    run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return _by_shape(
+        lambda d_o, q, o, lse, *kv: run(d_o, q, *kv, o, lse, dropout_p=0.0, **_cpu_settings(call)),
+        call,
+        [d_out, query, out, lse],
+        [key, value],
+    )
+
+
+def _cpu_settings(call: Call) -> dict[str, float]:
+    assert not call.window
+    return {"is_causal": call.window is not None, "scale": call.scaling}
+
+
+def _by_shape(
+    run: Callable[..., tuple[Tensor, ...]], call: Call, of_queries: list[Tensor], of_keys: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run sequences of equal shapes that follow each other as a batch [sequence, head, query or key, dim]."""
     shapes = torch.stack([call.query_starts.diff(), call.key_starts.diff()], dim=1)
-    shapes, counts = shapes.unique_consecutive(dim=0, return_counts=True)
-    begins = [0, 0]
-    for count, sizes in zip(counts.tolist(), shapes.tolist(), strict=True):
-        ends = [begin + count * size for begin, size in zip(begins, sizes, strict=True)]
-        yield _Batch(count, *map(slice, begins, ends))
-        begins = ends
+    shapes, counts = torch.unique_consecutive(shapes, dim=0, return_counts=True)
+    parts = []
+    n_queries, n_keys = (shapes * counts[:, None]).T.tolist()
+    queries_by_shape = zip(*(torch.split(t, n_queries) for t in of_queries), strict=True)
+    keys_by_shape = zip(*(torch.split(t, n_keys) for t in of_keys), strict=True)
+    for n, queries, keys in zip(counts.tolist(), queries_by_shape, keys_by_shape, strict=True):
+        found = run(*(t.view(n, -1, *t.shape[1:]).transpose(1, 2) for t in (*queries, *keys)))
+        parts.append([each.transpose(1, 2).flatten(0, 1) for each in found])
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-LIBRARIES: dict[str, Library] = {"cuda": _Cuda(), "cpu": _Cpu()}
+HALF = (torch.float16, torch.bfloat16)
+LIBRARIES = {
+    "cuda": Library(HALF, True, _cuda_forward, _cuda_backward),
+    "cpu": Library((*HALF, torch.float32, torch.float64), False, _cpu_forward, _cpu_backward),
+}
 """By type of device."""
-MAX_HEAD_DIM = 256
-"""Most dimensions of a head; on CUDA also a multiple of 8."""
 
 
 def fits(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
     """Return True if the library of the device takes heads of `width` dimensions in this dtype."""
-    library = LIBRARIES.get(device)
-    if library is None or softcap is not None or dtype not in library.dtypes:
-        return False
-    return device == "cpu" or (width % 8 == 0 and width <= MAX_HEAD_DIM)
+    has_kernel = device in LIBRARIES and dtype in LIBRARIES[device].dtypes and softcap is None
+    return has_kernel and (device == "cpu" or (width % 8 == 0 and width <= MAX_HEAD_DIM))
