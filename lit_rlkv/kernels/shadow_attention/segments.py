@@ -98,8 +98,9 @@ def _run_forward(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, *other
         if sinks.numel():  # a key of value 0
             found.append((q.new_zeros(1, 1, 1), sinks[at % len(sinks)]))
         for part in parts:
-            rows = _packed(q[at], part.n_packed)
-            results = LIBRARIES[q.device.type].forward(rows, k[part.keys], v[part.keys], part.call)
+            rows = _packed(q.index_select(0, at), part.n_packed)
+            keys, values = (each.index_select(0, part.keys) for each in (k, v))
+            results = LIBRARIES[q.device.type].forward(rows, keys, values, part.call)
             found.append(tuple(_unpacked(each, part.n_packed) for each in results))
         of_piece, lse[at] = _merged(found)
         out[at] = of_piece[..., : value.shape[-1]].to(out.dtype)
@@ -123,10 +124,13 @@ def _run_backward(d_out: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> Any:
     for at, parts in pieces:
         of_rows = []
         for part in parts:
-            d_o, rows, o, its_lse = (_packed(each[at], part.n_packed) for each in (d_outs, q, outs, lse))
+            d_o, rows, o, its_lse = (
+                _packed(each.index_select(0, at), part.n_packed) for each in (d_outs, q, outs, lse)
+            )
+            keys, values = (each.index_select(0, part.keys) for each in (k, v))
             # With the merged output and log-sum-exp these are the gradients under the softmax of all parts.
             of_queries, *of_keys = LIBRARIES[q.device.type].backward(
-                d_o, rows, k[part.keys], v[part.keys], o, its_lse, part.call
+                d_o, rows, keys, values, o, its_lse, part.call
             )
             of_rows.append(_unpacked(of_queries, part.n_packed).to(lse.dtype))
             for total, gradient in zip((d_k, d_v), of_keys, strict=True):
