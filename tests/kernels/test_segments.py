@@ -1,5 +1,6 @@
 """Shadow attention in segments, against the definition."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -267,11 +268,16 @@ def test_sinks_on_a_gpu_are_those_of_the_definition():
 def test_the_host_waits_once_for_the_plan_and_never_for_the_attention():
     case = make_case(1000, 4, GPU_TABLES["cache"], dim=64, dim_v=64).to("cuda").to(torch.bfloat16)
     table = case.evicted_at[:, None].repeat(1, 3, 1, 1)
-    layer = plan_segments(table).layer(0, 2)
-    inputs = [each.detach().requires_grad_() for each in (case.query, case.key, case.value)]
-    torch.cuda.set_sync_debug_mode("error")
+    plan_segments(table)  # compiles nothing, but allocates pinned memory
+    torch.cuda.set_sync_debug_mode("warn")
     try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            layer = plan_segments(table).layer(0, 2)
+        inputs = [each.detach().requires_grad_() for each in (case.query, case.key, case.value)]
+        torch.cuda.set_sync_debug_mode("error")
         out = segment_attention(*inputs, layer, case.scaling)
         torch.autograd.grad((out * case.out_weight).sum(), inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1

@@ -46,7 +46,7 @@ def _cuda_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, ...]:
     sizes, is_causal, options = _cuda_settings(call)
-    draws = (torch.zeros(n, dtype=torch.uint64, device=lse.device) for n in (2, 0))  # no dropout
+    draws = torch.zeros(2, dtype=torch.uint64, device=lse.device), torch.empty(0, device=lse.device)
     found = aten._flash_attention_backward(
         d_out, query, key, value, out, lse.mT.contiguous(), *sizes, 0.0, is_causal, *draws, **options
     )
