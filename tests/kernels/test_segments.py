@@ -152,7 +152,7 @@ WRONG_PLANS = {
 def one_sequence_at_a_time(monkeypatch):
     """A library that takes any lengths, and pieces of all sequences of a kind."""
     monkeypatch.setitem(flash.LIBRARIES, "cpu", PlainLibrary())
-    monkeypatch.setattr(segment_plan, "_n_bits", lambda numbers: (numbers > 0).long())
+    monkeypatch.setattr(segment_plan, "_kind", lambda has_own, length, n_keys: 2 * has_own + (n_keys > 0))
 
 
 @pytest.mark.parametrize("wrong", WRONG_PLANS)

@@ -146,7 +146,7 @@ def _cut(evicted_at: Int[Tensor, "batch head seq"], is_query: Bool[Tensor, "batc
     of_cells = torch.cat([torch.stack([cell, (2 * length + is_query).flatten()], dim=1), of_heads], dim=1)
     header = torch.stack([n_cuts[-1], window]).repeat(1 + n_heads)[None, : 2 + n_heads]
     facts = torch.cat([header, of_cells[first]]).int()
-    return _Cuts(is_cached, ends, torch.cat([n_cuts - 1, n_cuts[-1:]]), facts)
+    return _Cuts(is_cached, ends.int(), torch.cat([n_cuts - 1, n_cuts[-1:]]), facts)
 
 
 def _sliding_window(
@@ -176,22 +176,13 @@ def _layer(
     is_sequence = (has_queries * (n_old + has_own) > 0).flatten()
     n_keys = n_old + length * has_own if window else n_old
     has_own = torch.zeros_like(has_own) if window else has_own
-    # Those of a call are similar: programs beyond the length of a sequence are idle.
-    kind = (has_own << 12) + (_n_bits(length) << 6) + _n_bits(n_keys)
+    kind = _kind(has_own, length, n_keys)
     key = ((kind << 50) + (length << 25) + n_keys).flatten().masked_fill(~is_sequence, 2**63 - 1)
     order = key.argsort(stable=True)[: int(is_sequence.sum())]
-    kind, length, n_keys, has_own = (each.flatten()[order] for each in (kind, length, n_keys, has_own))
-    place = torch.arange(len(order))
+    rank = torch.full(is_sequence.shape, len(order)).scatter_(0, order, torch.arange(len(order)))
+    length, n_keys, has_own = (each.flatten()[order] for each in (length, n_keys, has_own))
     starts = [F.pad(each.cumsum(0), (1, 0)) for each in (length, n_keys)]
-    call = torch.stack([kind, (starts[0] + starts[1])[1:] // at_once, place // MAX_SEQUENCES], dim=1)
-    sizes = torch.unique_consecutive(call, dim=0, return_counts=True)[1].tolist()
-    pieces, begin = list[int](), 0
-    for end in accumulate(sizes):
-        bounds = (int(each[i]) for each in starts for i in (begin, end))
-        most = (int(each[begin:end].max()) for each in (length, n_keys, has_own))
-        pieces += [begin, end, *bounds, *most, window]
-        begin = end
-    rank = torch.full(is_sequence.shape, len(order)).scatter_(0, order, place)
+    pieces = _pieces(length, n_keys, has_own, starts, window, at_once)
     sent = torch.stack([segments[order // n_heads, 0], order % n_heads, length, n_keys])
     first, head, length, n_keys = _sent(sent, tokens.device)
     of_query, cell = _ranges(first, length, int(starts[0][-1]))
@@ -202,12 +193,28 @@ def _layer(
     else:
         keys = _old_keys(cuts, _sent(rank, tokens.device), int(n_old.sum()), tokens)[: int(starts[1][-1])]
     of_queries, of_keys = _sent(torch.stack(starts).int(), tokens.device)
-    fields = torch.tensor(pieces, dtype=torch.long).view(-1, len(Piece._fields))
-    return LayerSegments(n_heads, queries.int(), keys.int(), of_queries, of_keys, fields)
+    return LayerSegments(n_heads, queries.int(), keys.int(), of_queries, of_keys, pieces)
 
 
-def _n_bits(numbers: Tensor) -> Tensor:
-    return torch.frexp(numbers.double()).exponent.long()
+def _kind(has_own: Tensor, length: Tensor, n_keys: Tensor) -> Tensor:
+    """Return equal numbers for sequences of one kind, each at most twice as long as any other."""
+    n_bits = (torch.frexp(each.double()).exponent.long() for each in (length, n_keys))
+    return (has_own << 12) + (next(n_bits) << 6) + next(n_bits)
+
+
+def _pieces(
+    length: Tensor, n_keys: Tensor, has_own: Tensor, starts: list[Tensor], window: int, at_once: int
+) -> Int[Tensor, "piece field"]:
+    """Divide sequences that are in the order of their kinds; programs beyond the end of one are idle."""
+    number, n_units = torch.arange(len(length)), (starts[0] + starts[1])[1:]
+    call = torch.stack([_kind(has_own, length, n_keys), n_units // at_once, number // MAX_SEQUENCES], dim=1)
+    pieces, begin = list[int](), 0
+    for end in accumulate(torch.unique_consecutive(call, dim=0, return_counts=True)[1].tolist()):
+        bounds = (int(each[i]) for each in starts for i in (begin, end))
+        most = (int(each[begin:end].max()) for each in (length, n_keys, has_own))
+        pieces += [begin, end, *bounds, *most, window]
+        begin = end
+    return torch.tensor(pieces, dtype=torch.long).view(-1, len(Piece._fields))
 
 
 def _old_keys(
