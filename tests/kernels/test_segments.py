@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lit_rlkv.kernels.shadow_attention import (
@@ -233,6 +234,33 @@ def test_which_shapes_and_types_the_library_takes():
     assert not flash.fits("cuda", torch.bfloat16, 264, None)
     assert not flash.fits("cpu", torch.float32, 16, 50.0)
     assert not flash.fits("mps", torch.float32, 16, None)
+
+
+@pytest.mark.parametrize("window", [None, 0, 9])
+def test_calls_on_cuda_are_those_of_the_installed_torch(window):
+    """By tensors without data, on a device that need not be there."""
+    with FakeTensorMode():
+        make = partial(torch.empty, device="cuda")
+        query, key = make(100, 8, 64, dtype=torch.bfloat16), make(70, 2, 64, dtype=torch.bfloat16)
+        starts = make(5, dtype=torch.int32)
+        call, library = flash.Call(starts, starts, 1, 30, window, 0.1), flash.LIBRARIES["cuda"]
+        out, lse = library.forward(query, key, key, call)
+        assert (out.shape, lse.shape, lse.dtype) == (query.shape, (100, 8), torch.float32)
+        gradients = library.backward(out, query, key, key, out, lse, call)
+        assert [each.shape for each in gradients] == [query.shape, key.shape, key.shape]
+
+
+def test_what_runs_on_the_device_waits_for_no_number():
+    """By tensors without data, of which a number would raise."""
+    with FakeTensorMode():
+        table, is_query = torch.empty(2, 2, 61, dtype=torch.int32), torch.empty(2, 61, dtype=torch.bool)
+        cuts = segment_plan._cut(table, is_query, 10)
+        assert cuts.facts.shape == (11, 4)
+        rank, tokens = torch.empty(20, dtype=torch.long), torch.empty(122, dtype=torch.long)
+        assert segment_plan._old_keys(cuts, rank, 50, tokens).shape == (50,)
+        assert segments._sums(torch.empty(70, 2, 64), torch.empty(70).long(), 40).shape == (40, 2, 64)
+        with pytest.raises(DataDependentOutputException):
+            cuts.number[-1].item()
 
 
 GPU_TABLES = {
