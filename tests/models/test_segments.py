@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.kernels.shadow_attention import flash, segment_plan, use_shadow_attention
+from lit_rlkv.kernels.shadow_attention import (
+    flash,
+    segment_plan,
+    set_shadow_attention,
+    use_shadow_attention,
+)
 from lit_rlkv.kvcache import POLICIES, CacheSpec
 from lit_rlkv.models import attention, prepare_backbone, replay_logps
 from lit_rlkv.models.activations import checkpoint_layers, checkpointing
@@ -164,6 +169,11 @@ def test_checkpointed_layers_are_recomputed_in_segments():
     with checkpointing(model, True):
         _, expected = replayed(model, rollout)
     assert (found - expected).norm() < 2e-6 * expected.norm()
+
+
+def test_a_method_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="one of lists, segments, got 'blocks'"):
+        set_shadow_attention("blocks")
 
 
 def test_softcaps_definitions_and_short_segments_take_what_there_is(n_calls, monkeypatch):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lit_rlkv.kernels.shadow_attention.segments import segment_attention
 from lit_rlkv.kernels.shadow_attention.tiles import MAX_HEAD_DIM
 
 __all__ = [
+    "METHODS",
     "LayerSegments",
     "SegmentPlan",
     "SlotPlan",
@@ -30,19 +31,25 @@ __all__ = [
     "use_shadow_attention",
 ]
 
-Method = Literal["lists", "segments"]
-_method: Method = "lists"
+METHODS = ("lists", "segments")
+_method = "lists"
 """The choice of the process."""
 
 
-def set_shadow_attention(method: Method) -> None:
-    """Set how the process computes shadow attention: by lists of keys, or in segments where it can."""
+def set_shadow_attention(method: str) -> None:
+    """Set how the process computes shadow attention: by lists of keys, or in segments where it can.
+
+    Raises:
+        ValueError: `method` is not in `METHODS`.
+    """
     global _method
+    if method not in METHODS:
+        raise ValueError(f"shadow attention must be computed by one of {', '.join(METHODS)}, got {method!r}")
     _method = method
 
 
 @contextmanager
-def use_shadow_attention(method: Method) -> Iterator[None]:
+def use_shadow_attention(method: str) -> Iterator[None]:
     """Set the method within a `with` block, and restore the previous one at its end."""
     before = _method
     set_shadow_attention(method)
