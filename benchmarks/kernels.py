@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py --record
     python benchmarks/kernels.py --ops shadow_attention --only "16384 tokens" --rounds 20 [--skip-flex]
+    python benchmarks/kernels.py --ops shared_prompt --rounds 5    # table 1 of DualKV (arXiv:2605.15422)
 
 Each case is first proven right against its definition, and refused if it is not; then it and its comparisons
 are timed in turns. Printed are the median and the 10th and 90th percentile in milliseconds, the time over
@@ -25,7 +26,15 @@ import command_line
 # transformers asks a package of this name for its version, and from a script beside this file it finds this
 __version__ = "0"
 
-OPS = ("decode_attention", "evict", "slot_scores", "shadow_attention", "token_logps", "token_sampling")
+OPS = (
+    "decode_attention",
+    "evict",
+    "slot_scores",
+    "shadow_attention",
+    "shared_prompt",
+    "token_logps",
+    "token_sampling",
+)
 
 
 def main() -> None:

@@ -11,7 +11,9 @@ from lit_rlkv.evaluate import evaluate
 from lit_rlkv.fit import fit, main
 from lit_rlkv.kernels.backend import set_kernels
 from lit_rlkv.kernels.decode_attention import kernel
+from lit_rlkv.kernels.shadow_attention import segment_plan, set_shadow_attention
 from lit_rlkv.kvcache import POLICIES
+from lit_rlkv.models import attention
 from lit_rlkv.reporting.pictures import figures
 from lit_rlkv.reporting.report import render
 from lit_rlkv.reporting.run_folder import read_run
@@ -179,6 +181,25 @@ def test_a_run_and_its_evaluation_use_the_configured_kernels(sft_runs, monkeypat
         evaluate(options)
     set_kernels("auto")
     assert called == [None]
+
+
+def test_segments_learn_as_lists_do(sft_runs, monkeypatch):
+    called, attend = [], attention.segment_attention
+
+    def counted(*args):
+        called.append(len(args))
+        return attend(*args)
+
+    monkeypatch.setattr(attention, "segment_attention", counted)
+    monkeypatch.setattr(segment_plan, "MIN_QUERIES", 1)
+    losses = []
+    for name in ("lists", "segments"):
+        model = f"model.path={sft_runs / 'first' / 'backbone'}"
+        run(sft_runs, f"by-{name}", f"roles.shadow_attention={name}", "stages=[rl]", model)
+        losses.append([float(row["loss"]) for row in rows_of(sft_runs / f"by-{name}")])
+        assert bool(called) == (name == "segments")
+    set_shadow_attention("lists")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
+from lit_rlkv.kernels.shadow_attention import use_shadow_attention
 from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.models.replay import response_logps
@@ -108,7 +109,11 @@ def make_rollout(setting: Setting, shape: Shape, length: int, budget: int) -> Ro
 
 def step(model: PreTrainedModel, logps: Logps, rollout: Rollout, kernels: str) -> Values:
     """Log-probs of the actions and the gradients of their sum, which are left nowhere."""
-    with use_kernels(kernels):
+    is_segmented = kernels == "segments"
+    with (
+        use_kernels("auto" if is_segmented else kernels),
+        use_shadow_attention("segments" if is_segmented else "lists"),
+    ):
         out = logps(model, rollout)
         return out, *torch.autograd.grad(out.sum(), list(model.parameters()))
 
@@ -138,6 +143,10 @@ def make_case(
         for view, logps, rollout in views
         if kernels == "triton" or length <= MAX_REFERENCE_LEN
     ]
+    arms.extend(
+        Arm(f"{view}, segments", partial(step, model, logps, rollout, "segments"))
+        for view, logps, rollout in views
+    )
     arms.append(Arm("torch dense", partial(step, model, torch_logps, first, setting.timed_kernels)))
     return Case(
         op="learner",

@@ -11,6 +11,7 @@ from kernel_parts import evict as kernel_evict
 from kernel_parts import sampling as kernel_sampling
 from kernel_parts import scores as kernel_scores
 from kernel_parts import shadow as kernel_shadow
+from kernel_parts import shared as kernel_shared
 from kernel_parts import tokens as kernel_tokens
 from kernel_parts.case import Builders, CaseResult, Setting, measure_all, release
 from kernel_parts.table import case_table, record_row
@@ -22,6 +23,7 @@ CASES: dict[str, Callable[[Setting], Builders]] = {
     "evict": kernel_evict.cases,
     "slot_scores": kernel_scores.cases,
     "shadow_attention": kernel_shadow.cases,
+    "shared_prompt": kernel_shared.cases,
     "token_logps": kernel_tokens.cases,
     "token_sampling": kernel_sampling.cases,
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -16,7 +16,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from lit_rlkv.kernels.shadow_attention import SlotPlan, plan_slots, shadow_attention
+from lit_rlkv.kernels.shadow_attention import (
+    LayerSegments,
+    SlotPlan,
+    plan_segments,
+    plan_slots,
+    segment_attention,
+    shadow_attention,
+)
 
 REAL = dict.fromkeys((16384, 4096, 8192, 32768), (1024, 2048, 4096))
 TOY = {96: (16, 32), 160: (16,)}
@@ -34,7 +41,9 @@ class Sizes:
     prompt: int
 
 
-REAL_SIZES, TOY_SIZES = Sizes(32, 8, 128, 128, 256), Sizes(4, 2, 16, 8, 12)
+REAL_SIZES, TOY_SIZES = Sizes(32, 8, 128, 128, 256), Sizes(4, 2, 16, 16, 12)
+UNALIGNED_PROMPT = {16384: 300, 96: 15}
+"""Length to a prompt with which no compaction falls on the edge of a block of queries."""
 
 
 CHUNK = 512
@@ -69,13 +78,17 @@ def cases(setting: Setting) -> Builders:
         for budget in budgets:
             if budget >= seq:
                 continue  # nothing would ever be evicted
+            sizes = TOY_SIZES if setting.is_toy else REAL_SIZES
             label = f"{seq} tokens, budget {budget}"
-            yield label, partial(_case, setting, label, seq, budget)
+            yield label, partial(_case, setting, label, seq, budget, sizes)
+            if seq in UNALIGNED_PROMPT:
+                sizes = replace(sizes, prompt=UNALIGNED_PROMPT[seq])
+                label = f"{label}, prompt {sizes.prompt}"
+                yield label, partial(_case, setting, label, seq, budget, sizes)
 
 
-def make_inputs(setting: Setting, seq: int, budget: int) -> Inputs:
+def make_inputs(setting: Setting, seq: int, budget: int, sizes: Sizes) -> Inputs:
     """Random tensors and the evictions of a simulated h2o."""
-    sizes = TOY_SIZES if setting.is_toy else REAL_SIZES
     window = min(32, budget // 4)
     schedule = Schedule(budget, sizes.interval, window=window, prompt=sizes.prompt)
     evicted_at = simulate_evictions((1, sizes.n_kv_heads), seq, schedule)
@@ -89,9 +102,8 @@ def make_inputs(setting: Setting, seq: int, budget: int) -> Inputs:
     )
 
 
-def _case(setting: Setting, label: str, seq: int, budget: int) -> Case:
-    inputs = make_inputs(setting, seq, budget)
-    sizes = TOY_SIZES if setting.is_toy else REAL_SIZES
+def _case(setting: Setting, label: str, seq: int, budget: int, sizes: Sizes) -> Case:
+    inputs = make_inputs(setting, seq, budget, sizes)
     n_dense = sizes.n_heads * seq * (seq + 1) // 2
     n_pairs = n_visible(inputs.evicted_at) * (sizes.n_heads // sizes.n_kv_heads)
     itemsize = inputs.query.element_size()
@@ -105,10 +117,11 @@ def _case(setting: Setting, label: str, seq: int, budget: int) -> Case:
         sizes={"seq": seq, "budget": budget, **vars(sizes)},
         arms=(
             *_shadow_arms(setting, inputs, work),
+            *_segment_arms(inputs, work),
             *_dense_arms(setting, inputs, dense_work),
             *_masked_arms(setting, inputs, work),
         ),
-        check=partial(check, label, inputs),
+        check=lambda: max(check(label, inputs), check(f"{label}, in segments", inputs, in_segments)),
         bound="matmul",
         inputs=tuple(vars(inputs).values()),
         figures={"visible_share": n_pairs / n_dense},
@@ -134,6 +147,24 @@ def plan_of(inputs: Inputs) -> SlotPlan | None:
     return None if plan is None else plan.layer(0)
 
 
+def in_segments(inputs: Inputs, segments: LayerSegments | None = None) -> Tensor:
+    """Ours between evictions by torch's flash kernels, with segments that are given or made here."""
+    return segment_attention(*inputs.trained, segments or segments_of(inputs), inputs.scaling)
+
+
+def segments_of(inputs: Inputs) -> LayerSegments:
+    """Return the segments of the table.
+
+    Raises:
+        ValueError: they would not pay.
+    """
+    plan = plan_segments(inputs.evicted_at[:, None])
+    segments = None if plan is None else plan.layer(0, inputs.key.shape[1])
+    if segments is None:
+        raise ValueError("the table's segments are too short")
+    return segments
+
+
 def dense(inputs: Inputs, backend: SDPBackend | None) -> Tensor:
     """torch's causal attention; keys are not repeated (enable_gqa)."""
     with sdpa_kernel(backend) if backend is not None else nullcontext():
@@ -150,6 +181,14 @@ def _shadow_arms(setting: Setting, inputs: Inputs, work: Work) -> tuple[Arm, ...
         Arm("shadow", partial(both_passes, inputs, partial(ours, make_plan=lambda: plan)), work),
         Arm("shadow and its plan", partial(both_passes, inputs, partial(ours, make_plan=make)), work),
         Arm("plan alone", make),
+    )
+
+
+def _segment_arms(inputs: Inputs, work: Work) -> tuple[Arm, ...]:
+    segments = segments_of(inputs)
+    return (
+        Arm("segments", partial(both_passes, inputs, partial(in_segments, segments=segments)), work),
+        Arm("segments and their plan", partial(both_passes, inputs, in_segments), work),
     )
 
 

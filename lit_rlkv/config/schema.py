@@ -267,6 +267,9 @@ class RolesConfig:
     """recompute layers in the backward pass, MLPs and norms in tiles of 4,096 tokens: less memory, one more
     forward; host: what is kept, the inputs of layers, is in host memory; auto: as much as fits, by counted
     bytes"""
+    shadow_attention: Literal["lists", "segments"] = "lists"
+    """attention of the learner: by lists of keys for blocks of queries, or between evictions by torch's flash
+    kernels, where heads, dtype and interval fit them"""
     stack_passes: Bool = False
     """score reference, reward and value as one batch"""
 

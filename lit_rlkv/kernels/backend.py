@@ -42,6 +42,11 @@ def use_kernels(kernels: str) -> Iterator[None]:
         set_kernels(before)
 
 
+def uses_reference() -> bool:
+    """Return True if the process runs the definitions alone."""
+    return _chosen == "reference"
+
+
 def uses_triton(
     tensor: Tensor,
     kernels: str | None = None,
@@ -136,13 +141,16 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that attention computes in: that of autocast, if enabled, or float64."""
+    if dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return dtype
+    return torch.get_autocast_dtype(device)
+
+
 def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast all tensors but float64 to the autocast dtype, as torch's own attention does under autocast."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(t.to(autocast_dtype(t.device.type, t.dtype)) for t in tensors)
 
 
 def in_autocast_dtype(attend: Attention) -> Attention:

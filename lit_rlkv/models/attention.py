@@ -12,7 +12,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_rlkv.kernels.shadow_attention import SlotPlan, layer_table, shadow_attention
+from lit_rlkv.kernels.shadow_attention import (
+    LayerSegments,
+    SegmentPlan,
+    SlotPlan,
+    layer_table,
+    segment_attention,
+    shadow_attention,
+    takes_segments,
+)
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.models.flat_tokens import FlatTokens
@@ -48,8 +56,8 @@ class Replay:
     record: Record
     table_rows: Mapping[int, int] | None = None
     """Row of the eviction table for each layer; None: its own number."""
-    plan: SlotPlan | None = None
-    """Made from the eviction table; saves work in the kernels."""
+    plan: SlotPlan | SegmentPlan | None = None
+    """Made from the eviction table; saves work in the kernels. Segments are of the tokens of `flat`."""
     probe: Probe | None = None
     """Called with the inputs of each layer; does not change the output."""
     flat: FlatTokens | None = None
@@ -67,18 +75,24 @@ class Replay:
     ) -> Float[Tensor, "batch head seq dim_v"]:
         """Return the attention of layer `number`. A table of one layer or KV head is used for all."""
         layer = number if self.table_rows is None else self.table_rows[number]
+        plan = None if self.plan is None else self.plan.layer(layer, key.shape[1])
+        if self.record.codes is not None:
+            key, value = quantized_as(self.record.codes, layer, key, value)
+        if self.probe is not None:
+            self.probe(AttentionInputs(layer, query, key, value, scaling, softcap, self.flat))
+        if isinstance(plan, LayerSegments):
+            width = max(query.shape[-1], value.shape[-1])
+            if takes_segments(query.device.type, query.dtype, width, softcap):
+                return segment_attention(query, key, value, plan, scaling, sink)
+            plan = None
         attend = partial(
             shadow_attention,
             evicted_at=layer_table(self.record.evicted_at, layer, key.shape[1]),
             scaling=scaling,
             softcap=softcap,
-            plan=None if self.plan is None else self.plan.layer(layer, key.shape[1]),
+            plan=plan,
             sink=sink,
         )
-        if self.record.codes is not None:
-            key, value = quantized_as(self.record.codes, layer, key, value)
-        if self.probe is not None:
-            self.probe(AttentionInputs(layer, query, key, value, scaling, softcap, self.flat))
         return attend(query, key, value) if self.flat is None else self.flat.attend(attend, query, key, value)
 
 

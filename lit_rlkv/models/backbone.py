@@ -11,10 +11,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.distributed.fsdp import is_sharded
 from lit_rlkv.kernels.backend import uses_triton
-from lit_rlkv.kernels.shadow_attention import plan_slots
+from lit_rlkv.kernels.shadow_attention import (
+    SegmentPlan,
+    SlotPlan,
+    plan_segments,
+    plan_slots,
+    takes_segments,
+)
 from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.models.attention import ATTENTION_NAME, Replay
+from lit_rlkv.models.flat_tokens import FlatTokens
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import replayed_routing
 from lit_rlkv.types import NEVER, Record
@@ -183,12 +190,27 @@ def hidden_states(
     return hidden
 
 
-def replay_arguments(model: PreTrainedModel, record: Record, **options: Any) -> dict[str, Any]:
+def replay_arguments(
+    model: PreTrainedModel, record: Record, *, flat: FlatTokens | None = None, **options: Any
+) -> dict[str, Any]:
     """Return what a forward of the learner passes to the model, beside tokens and positions."""
     table = within_windows(model, record.evicted_at)
-    plan = plan_slots(table) if uses_triton(next(model.parameters())) else None
-    replay = Replay(replace(record, evicted_at=table), table_rows(model), plan, **options)
+    plan = _attention_plan(model, table, flat)
+    replay = Replay(replace(record, evicted_at=table), table_rows(model), plan, flat=flat, **options)
     return {"replay": replay, "attention_mask": forward_masks(model, table[:, 0, 0] > 0, table.device)}
+
+
+def _attention_plan(
+    model: PreTrainedModel, table: Int[Tensor, "batch row kv_head seq"], flat: FlatTokens | None
+) -> SlotPlan | SegmentPlan | None:
+    """Return what saves work in attention: segments if they are chosen and fit, else lists for Triton."""
+    parameter = next(model.parameters())
+    softcap = optional_setting(text_config(model), "attn_logit_softcapping")
+    if takes_segments(parameter.device.type, parameter.dtype, max(head_dims(model)), softcap):
+        tokens = (None, None) if flat is None else (flat.place, flat.cells)
+        if (segments := plan_segments(table, *tokens)) is not None:
+            return segments
+    return plan_slots(table) if uses_triton(parameter) else None
 
 
 def forward_masks(

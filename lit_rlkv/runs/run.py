@@ -30,6 +30,7 @@ from lit_rlkv.experience.reward import OWN
 from lit_rlkv.files import atomic_dir, link_tree, read_if_there, read_json, write_atomically
 from lit_rlkv.interrupts import Interruption
 from lit_rlkv.kernels.backend import set_kernels, uses_triton
+from lit_rlkv.kernels.shadow_attention import set_shadow_attention
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import MemoryExhaustedError
@@ -79,6 +80,7 @@ class Run:
         if cfg.fabric.n_threads is not None:
             torch.set_num_threads(cfg.fabric.n_threads)
         set_kernels(cfg.kernels)
+        set_shadow_attention(cfg.roles.shadow_attention)
         precision = fabric_precision(cfg.fabric.precision)
         self.cfg = cfg
         self.parts = cfg.parts

@@ -37,6 +37,7 @@ COMMANDS = {
     f"{KERNELS} evict --only 1_of_2": ("kernels", OF_CASE),
     f"{KERNELS} slot_scores --only '(knorm), 1'": ("kernels", OF_CASE),
     f"{KERNELS} shadow_attention --only 96_tokens,_budget_16": ("kernels", OF_CASE),
+    f"{KERNELS} shared_prompt --only 3_responses": ("kernels", OF_CASE),
     f"{KERNELS} token_logps --only 24": ("kernels", OF_CASE),
     f"{KERNELS} token_sampling --only 6": ("kernels", OF_CASE),
     "learner --device cpu --layers 1 --lengths 24 --budgets 8 12 --interval 4 --prompt 6 --rounds 1": (

@@ -11,6 +11,7 @@ from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
 from lit_rlkv.config.options import convert, default_values
 from lit_rlkv.config.schema import AlgorithmConfig, Config, FabricConfig, KLConfig, RolesConfig, RolloutConfig
 from lit_rlkv.kernels.backend import KERNELS
+from lit_rlkv.kernels.shadow_attention import METHODS
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.loading import QUANTIZATIONS
 from lit_rlkv.objectives.kl import ESTIMATORS
@@ -60,6 +61,7 @@ def test_the_composed_config_has_the_defaults_of_the_schema(default):
     [
         (Config, "kernels", KERNELS),
         (RolesConfig, "layout", LAYOUTS),
+        (RolesConfig, "shadow_attention", METHODS),
         (AlgorithmConfig, "aggregation", AGGREGATIONS),
         (KLConfig, "estimator", ESTIMATORS),
         (FabricConfig, "precision", WEIGHT_DTYPES),
