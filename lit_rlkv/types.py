@@ -44,8 +44,10 @@ class TensorBatch:
         return self.map_tensors(lambda value: value.to(device))
 
     def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
-        """Return a batch with the chosen rows of every tensor; scalars stay the same."""
-        return self.map_parts(lambda one: one.rows(index) if isinstance(one, TensorBatch) else one[index])
+        """Return a batch with the chosen rows of every tensor, where it is; scalars stay the same."""
+        return self.map_parts(
+            lambda one: one.rows(index) if isinstance(one, TensorBatch) else one[_beside(one, index)]
+        )
 
     def select(self: _BatchType, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> _BatchType:
         """Return the chosen rows with new columns: column i of row r is the old column `columns[r, i]`.
@@ -120,6 +122,11 @@ def wide(times: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     return found.masked_fill_(found == 0xFFFF, NEVER)
 
 
+def _beside(values: Tensor, index: Tensor | slice) -> Tensor | slice:
+    """Return an index on the device of these values."""
+    return index.to(values.device) if isinstance(index, Tensor) else index
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn of a chat; `role` is system, user, assistant or tool."""
@@ -179,7 +186,7 @@ class SamplingMasks(TensorBatch):
     token_ids: Int32[Tensor, " kept"]
 
     def rows(self, index: Tensor | slice) -> "SamplingMasks":
-        n_ids = self.counts.sum(dim=1)
+        index, n_ids = _beside(self.counts, index), self.counts.sum(dim=1)
         starts, lengths = (n_ids.cumsum(dim=0) - n_ids)[index], n_ids[index]
         ends = lengths.cumsum(dim=0)
         n_kept = int(ends[-1]) if len(ends) > 0 else 0
@@ -285,10 +292,6 @@ class Record(TensorBatch):
             last = n_prompt[:, None, None, None].to(table.dtype)
             yield (table.minimum(last) if table is self.evicted_at else table)[..., : int(n_prompt.max())]
 
-    def rows(self, index: Tensor | slice) -> "Record":
-        """Return the chosen rows where the record is, which may be another device than that of `index`."""
-        return super().rows(index.to(self.evicted_at.device) if isinstance(index, Tensor) else index)
-
     def select(self, rows: Tensor | slice, columns: Int[Tensor, "row column"]) -> "Record":
         """Return rows with new columns, which must be consecutive, on the device of `columns`.
 
@@ -372,15 +375,12 @@ class Rollout(TensorBatch):
     def evicted_at(self) -> Int[Tensor, "batch layer kv_head seq"]:
         """First query column that no longer sees each key; NEVER if it was not evicted, 0 on padding.
 
-        A copy of the whole table on its own device; see `evictions`.
+        The whole table on the device of the tokens, which may have no room for it; see `evictions`.
         """
-        return wide(self.record.evicted_at)
+        return wide(self.record.evicted_at.to(self.input_ids.device))
 
     def evictions(self, layer: int) -> Int[Tensor, "batch kv_head seq"]:
-        """Return `evicted_at` of one layer on the device of the tokens, which may not hold all layers'.
-
-        A table of one layer is that of all.
-        """
+        """Return `evicted_at` of one layer; a table of one layer is that of all."""
         table = self.record.evicted_at
         return wide(table[:, layer if table.shape[1] > 1 else 0].to(self.input_ids.device))
 

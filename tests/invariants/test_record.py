@@ -162,6 +162,7 @@ SHORT = dict.fromkeys([*in_ways(0), *GROWS, *BEGINS_LATE])
 def test_the_learner_computes_what_the_sampler_did(subject: str, way: str):
     one, rollout = SUBJECTS[subject], sampled(subject, way)
     assert gap(one(), rollout) < TOLERANCE
+    assert ((rollout.evicted_at > 0) == rollout.attention_mask[:, None, None]).all()
     if one.wrong is not None:
         assert gap(one(), one.wrong(rollout)) > CAUGHT
 

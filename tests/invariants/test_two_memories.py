@@ -80,7 +80,7 @@ def test_a_reader_that_forgets_the_record_is_noticed(monkeypatch: pytest.MonkeyP
     with two_memories():
         rollout = roll_out("llama", "h2o")
         with pytest.raises(RuntimeError, match="two memories"):
-            _ = rollout.evicted_at > rollout.input_ids[:, None, None]
+            _ = rollout.record.evicted_at > rollout.input_ids[:, None, None]
         monkeypatch.setattr(Record, "select", TensorBatch.select)
         with pytest.raises(RuntimeError, match="two memories"):
             next(passes(rollout, 60))
