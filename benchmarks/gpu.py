@@ -1,17 +1,18 @@
 """Prove the project on a GPU, stage by stage, in a machine that is lent for minutes and has no network.
 
-    python benchmarks/gpu.py --out FOLDER [--stages Q A C B D] [--minutes 8]
+    python benchmarks/gpu.py --out FOLDER [--stages T G R] [--minutes 9]
     python benchmarks/gpu.py --out FOLDER --toy        the whole path at toy size on a CPU
     python benchmarks/gpu.py --page FILE.jsonl         the page of rows that another machine measured
 
-Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner. Each
-stage takes at most `--minutes`, is useful alone, and adds every measurement to FOLDER/gpu.jsonl as it is
-made; started again with the same FOLDER, or with a copy of that file, it resumes. A stage that crashes does
-not stop the next. Printed after each stage and written to FOLDER/gpu.md is what was measured against its
-target (gpu_parts/targets.py); FOLDER/gpu.log has the output. The exit status is 1 if a stage crashed, a
-target was not met, or the tests of stage A did not all run.
+Stages run in the order in which they are worth their time (gpu_parts/stages.py), and the command ends after
+`--minutes`. The same command again, with the same FOLDER or with a copy of its gpu.jsonl, goes on: stages
+that are done are left out, those never begun come first, and one that was cut off measures what it lacks. A
+stage that crashes does not stop the next, nor does one whose packages are missing. Printed after each stage
+and written to FOLDER/gpu.md is what was measured against its target (gpu_parts/targets.py); FOLDER/gpu.log
+has the output. The exit status is 1 if a stage crashed, a target was not met, or tests did not all run.
 
-Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package.
+Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package; stages of whole
+runs need its dependencies too.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from pathlib import Path
 import command_line
 import record
 from gpu_parts import page
-from gpu_parts.stages import LOG, PAGE, TITLES, Ended, environment, run_stage, say
+from gpu_parts.stages import LOG, MINUTES, MOST_MINUTES, PAGE, TITLES, Ended, environment, run_stage, say
 from gpu_parts.targets import figures
+from time_limit import TimeLimit
 
 
 def main() -> None:
@@ -39,15 +41,29 @@ def main() -> None:
     is_good, log = True, args.out / LOG
     if not args.toy:
         say(smoke_test(), log)
-    for stage in args.stages:
-        say(f"\n== {stage}: {TITLES[stage]}, at most {args.minutes:g} minutes", log)
-        ended = run_stage(stage, args.out, args.minutes, is_toy=args.toy)
+    limit = TimeLimit(args.minutes)
+    for stage in args.stages or stages_left():
+        minutes = min(MINUTES.get(stage, MOST_MINUTES), limit.minutes_left)
+        if limit.is_over:
+            say(f"{stage}: no time left; the same command goes on", log)
+            continue
+        say(f"\n== {stage}: {TITLES[stage]}, at most {minutes:.1f} minutes", log)
+        ended = run_stage(stage, args.out, minutes, is_toy=args.toy)
         text, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
         say("\n" + text, log)
         # Of the tests none may be left out; a benchmark that runs out of time goes on when it is run again.
-        has_ended = ended.outcome == "done" or (ended.outcome == "out of time" and stage != "A")
+        has_ended = ended.outcome in ("done", "left out") or (
+            ended.outcome == "out of time" and stage not in ("T", "A")
+        )
         is_good = is_good and has_ended and (meets_targets or args.toy)
     sys.exit(0 if is_good else 1)
+
+
+def stages_left() -> list[str]:
+    """Return the stages that are not done on this machine with this version: those never begun come first."""
+    ended = {row["stage"]: row["outcome"] for row in page.read_records()["stages"]}
+    left = [stage for stage in TITLES if ended.get(stage) not in ("done", "left out")]
+    return sorted(left, key=lambda stage: stage in ended)
 
 
 def page_of(file: Path) -> str:
@@ -88,8 +104,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="folder of gpu.jsonl, gpu.md and gpu.log")
     target.add_argument("--page", type=Path, help="file of rows whose page to print; nothing is measured")
-    parser.add_argument("--stages", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--minutes", type=float, default=8.0, help="of each stage")
+    parser.add_argument("--stages", nargs="+", choices=TITLES, help="default: all that are not done")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the command")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     args = parser.parse_args(arguments)
     if args.minutes <= 0:

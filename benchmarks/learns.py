@@ -9,8 +9,7 @@ the last iterations, tokens per second of the rollout, seconds of rollout and up
 picture, FOLDER/learns_TASK.png, has the reward by iteration. Started again, the command resumes a run that
 the end of the time cut off, and runs no arm that is in the record.
 
-Needs the package installed with what it depends on, and says in one line what is missing. --toy takes tiny
-sizes on a CPU.
+Needs all that the package depends on. --toy takes tiny sizes on a CPU.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import command_line
@@ -26,8 +24,6 @@ import fit_process
 import record
 
 NAME = "learns"
-NEEDED = ("hydra", "lightning", "omegaconf", "peft", "matplotlib", "pydantic", "jinja2", "httpx")
-MODEL = record.ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 COMMON = ("algorithm=grpo", "stages=[sft,rl]", "seed=0", "callbacks.checkpoint_every=5")
 COMMON += ("diagnostics=light", "diagnostics.mismatch=null", "diagnostics.cache=null")  # performance alone
 TASKS: dict[str, tuple[str, ...]] = {"from_scratch": (), "smollm2": ("recipe=smollm2",)}
@@ -63,7 +59,7 @@ def run(arm: str, args: argparse.Namespace, ends_at: float | None) -> Row:
 
 
 def found(folder: Path) -> Row:
-    """Return what a finished run has measured; times and rates without the first iteration, which compiles."""
+    """Return what a finished run has measured; costs without the first iteration, which compiles."""
     from study_parts.runs import read_metrics
 
     history = read_metrics(folder)
@@ -117,16 +113,10 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="from_scratch")
     parser.add_argument("--iterations", type=int)
     parser.add_argument("--folder", type=Path, default=Path("runs/learns"), help="of runs and the picture")
-    parser.add_argument("--report", action="store_true", help="print the table, draw the picture, run nothing")
+    parser.add_argument("--report", action="store_true", help="print table and picture, run nothing")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     command_line.add_restart_options(parser)
     args = parser.parse_args()
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f"left out, for packages are missing: {', '.join(missing)}")
-        return
-    if args.task == "smollm2" and not (args.report or (MODEL.is_file() and find_spec("gguf"))):
-        print(f"left out: there is no {MODEL.name}, or no package gguf; see make smollm2")
-        return
     args.folder = args.folder.absolute()
     args.iterations = args.iterations or (2 if args.toy else 30 if args.task == "smollm2" else 80)
     key = {"task": args.task, "toy": args.toy, "n_iterations": args.iterations}
