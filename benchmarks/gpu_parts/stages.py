@@ -56,7 +56,7 @@ FIRST_TESTS: dict[tuple[str, ...], str | None] = {
     ("tests/kernels/test_shadow_kernels.py",): "at_real_sizes and dtype2 and 128",
     ("tests/kernels/test_attention_sinks.py",): None,
     ("tests/models/test_lm_head.py",): None,
-    ("tests/kernels/test_decode_attention.py",): "code",
+    ("tests/kernels/test_decode_attention.py",): "codes or every_code",
 }
 """Files of stage T, each key a process, and pytest's -k."""
 SEGMENTS = "tests/kernels/test_*segment*.py"
