@@ -140,7 +140,7 @@ REAL = {
     "K": [f"{SHADOW} --only 16384_tokens --skip-flex"],
     "O": ["one_gpu.py --record --shapes 1.5b --lengths 8192 --bits 16"],
     "D": [f"{LEARNER} --lengths 16384 --levers none frozen frozen+compiled frozen+host"],
-    "P": [f"{LEARNER} --profile --lengths 16384 --budgets 1024 --levers frozen"],
+    "P": [f"{LEARNER} --profile --lengths 16384 --budgets 1024 --levers none frozen+compiled"],
     "E": [
         f"{LONG} --lengths 65536",
         f"{LONG} --lengths 131072 262144 524288 --skip-dense",
@@ -170,9 +170,9 @@ TOY = {
     ],
     "O": ["one_gpu.py --record --toy --bits 16 --methods dense shadow"],
     "D": [f"{TOY_LEARNER} --lengths 24 --levers none frozen"],
-    "P": [f"{TOY_LEARNER} --profile --lengths 24"],
+    "P": [f"{TOY_LEARNER} --profile --lengths 24 --skip-dense"],
     "E": [f"{TOY_LEARNER} --lengths 32 --levers frozen+host --skip-dense"],
-    "C": [f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 32 --budgets 16"],
+    "C": [f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 24 --budgets 16 --skip-theirs"],
     "B": [
         f"kernels.py {TOY_RUN} --rounds 1 --ops {op} --only {only}"
         for op, only in (("decode_attention", "3"), ("evict", "1_of_2"))

@@ -3,10 +3,11 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 
 import record
@@ -21,8 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.models import activations, prepare_backbone, replay_logps
-from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
+from lit_rlkv.models import prepare_backbone, replay_logps
 from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.models.presets import tiny_qwen3
 from lit_rlkv.models.replay import response_logps
@@ -35,7 +35,9 @@ MAX_REFERENCE_LEN = 8192
 """Longest sequence whose mask of [seq, seq] for each head the definition is timed with."""
 NO_CEILING = Ceilings(copy_gb_per_s=float("inf"), matmul_tflops=float("inf"))
 
-ADAPTERS = LoraSpec(rank=32, alpha=64, target_modules="all-linear")
+ADAPTERS = {"rank": 32, "alpha": 64, "target_modules": "all-linear"}
+NEED_PEFT = {"frozen", "checkpoints", "host"}
+"""Levers that need a package which a lent machine may lack."""
 N_LISTED = 25
 """Operations of a profile."""
 
@@ -62,12 +64,18 @@ def run(args: argparse.Namespace, sizes: dict[str, int]) -> list[CaseResult]:
     sizes = sizes | ({"num_hidden_layers": args.layers} if args.layers else {})
     shape = Shape(sizes, args.batch, args.interval, args.prompt)
     setting = Setting(args.device, args.device == "cpu", args.rounds)
-    learners = [Learner(setting, shape, max(args.lengths), levers) for levers in args.levers]
+    can_run = [levers for levers in args.levers if find_spec("peft") or not NEED_PEFT & {*levers}]
+    for levers in args.levers:
+        if levers not in can_run:
+            print(f"{'+'.join(levers)}: left out, for there is no package peft", flush=True)
+    learners = [Learner(setting, shape, max(args.lengths), levers) for levers in can_run]
+    if not learners:
+        return []
     if args.profile:
         profile(args, setting, shape, learners)
         return []
     described = {"budgets": args.budgets, "dtype": _precision(setting), **asdict(shape)}
-    described |= {"levers": args.levers, "skip_dense": args.skip_dense}
+    described |= {"levers": can_run, "skip_dense": args.skip_dense}
     todo = (
         (
             f"{length} tokens",
@@ -104,13 +112,22 @@ class Learner:
 
     def __init__(self, setting: Setting, shape: Shape, max_len: int, levers: Sequence[str] = ()) -> None:
         self.levers, self.model = levers, make_model(setting, shape, max_len)
+        self._blocks: list[Callable[[], AbstractContextManager[object]]] = []
         if "frozen" in levers:
+            from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_adapter
+
             self.model.requires_grad_(False)
-            add_adapter(self.model, "policy", ADAPTERS)
-        self._adapted = lora_layers(self.model)
-        self._checkpoints: activations.Checkpoints = "host" if "host" in levers else "checkpoints" in levers
-        activations.checkpoint_layers(self.model, self._checkpoints)
-        self._compiled = CompiledLayers(self.model) if "compiled" in levers else None
+            add_adapter(self.model, "policy", LoraSpec(**ADAPTERS))
+            self._blocks.append(partial(use_adapter, lora_layers(self.model), "policy"))
+        if NEED_PEFT & {*levers}:
+            from lit_rlkv.models.activations import checkpoint_layers, checkpointing
+
+            checkpoints = "host" if "host" in levers else "checkpoints" in levers
+            checkpoint_layers(self.model, checkpoints)
+            self._blocks.append(partial(checkpointing, self.model, checkpoints))
+        if "compiled" in levers:
+            compiled = CompiledLayers(self.model)
+            self._blocks.append(lambda: compiled)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
@@ -118,20 +135,11 @@ class Learner:
         """What the names of its views begin with."""
         return f"{'+'.join(self.levers)}: " if self.levers else ""
 
-    @contextmanager
-    def levers_on(self) -> Iterator[None]:
-        """Within this block, forward and backward are those of a step."""
-        with ExitStack() as stack:
-            if self._adapted:
-                stack.enter_context(use_adapter(self._adapted, "policy"))
-            if self._compiled is not None:
-                stack.enter_context(self._compiled)
-            stack.enter_context(activations.checkpointing(self.model, self._checkpoints))
-            yield
-
     def step(self, logps: Logps, rollout: Rollout, kernels: str) -> Values:
         """Return log-probs of the actions and the gradients of their sum, which are left nowhere."""
-        with self.levers_on(), use_kernels(kernels):
+        with ExitStack() as stack, use_kernels(kernels):
+            for block in self._blocks:
+                stack.enter_context(block())
             out = logps(self.model, rollout)
             return out.detach(), *torch.autograd.grad(out.sum(), self.trained)
 

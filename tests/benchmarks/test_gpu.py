@@ -213,7 +213,7 @@ def test_the_whole_path_runs_at_toy_size_where_packages_are_missing(tmp_path: Pa
         rows[row["record"]].append(row)
     assert {row["outcome"] for row in rows["tests"]} == {"passed"}
     assert {row["op"] for row in rows["kernels"]} == {"decode_attention", "shadow_attention", "evict"}
-    assert [row.get("integrated") for row in rows["rollout"]] == [True, False, True]
+    assert [row["integrated"] for row in rows["rollout"]] == [True, False]
     assert {row["dtype"] for row in rows["replay_gap"]} == {"bfloat16", "float32"}
     assert rows["learner"][0]["out_of_memory"] is False
     assert rows["profile"][0]["operations"]

@@ -51,7 +51,9 @@ def test_a_sink_is_a_further_logit_of_each_head(kernels, options, softcap):
     is_live = torch.arange(SLOTS) < torch.tensor([37, 20, 1])[:, None]
     weights = logits.exp() * is_live[:, None, None]
     probs = weights / (weights.sum(-1, keepdim=True) + sink.exp()[None, :, :, None])
-    torch.testing.assert_close(found, probs @ drawn(BATCH, KV_HEADS, SLOTS, DIM, seed=2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, probs @ drawn(BATCH, KV_HEADS, SLOTS, DIM, seed=2), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(received, probs.mean(dim=2), rtol=1e-4, atol=1e-5)
     without = decoded(None, kernels, softcap=softcap, **options)
     assert (found - without).abs().max() > 0.1  # the control: the sink left out
