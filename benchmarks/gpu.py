@@ -6,7 +6,7 @@
 
 Stages run in the order in which they are worth their time (gpu_parts/stages.py), and the command ends after
 `--minutes`. The same command again, with the same FOLDER or with a copy of its gpu.jsonl, goes on: stages
-that are done are left out, those never begun come first, and one that was cut off measures what it lacks. A
+that are done are left out, and one that was cut off measures what it lacks, last if it had all its time. A
 stage that crashes does not stop the next, nor does one whose packages are missing. Printed after each stage
 and written to FOLDER/gpu.md is what was measured against its target (gpu_parts/targets.py); FOLDER/gpu.log
 has the output. The exit status is 1 if a stage crashed, a target was not met, or tests did not all run.
@@ -30,6 +30,9 @@ from gpu_parts.stages import LOG, MINUTES, MOST_MINUTES, PAGE, TITLES, Ended, en
 from gpu_parts.targets import figures
 from time_limit import TimeLimit
 
+LEAST_MINUTES = 0.5
+"""A stage does not begin with less."""
+
 
 def main() -> None:
     args = parse()
@@ -43,13 +46,14 @@ def main() -> None:
         say(smoke_test(), log)
     limit = TimeLimit(args.minutes)
     for stage in args.stages or stages_left():
-        minutes = min(MINUTES.get(stage, MOST_MINUTES), limit.minutes_left)
-        if limit.is_over:
+        most = MINUTES.get(stage, MOST_MINUTES)
+        minutes = min(most, limit.minutes_left)
+        if minutes < LEAST_MINUTES and not args.toy:
             say(f"{stage}: no time left; the same command goes on", log)
             continue
         say(f"\n== {stage}: {TITLES[stage]}, at most {minutes:.1f} minutes", log)
         ended = run_stage(stage, args.out, minutes, is_toy=args.toy)
-        text, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
+        text, meets_targets = write_page(args.out, stage, ended, had_all=minutes == most, is_toy=args.toy)
         say("\n" + text, log)
         # Of the tests none may be left out; a benchmark that runs out of time goes on when it is run again.
         has_ended = ended.outcome in ("done", "left out") or (
@@ -60,10 +64,11 @@ def main() -> None:
 
 
 def stages_left() -> list[str]:
-    """Return the stages that are not done on this machine with this version: those never begun come first."""
-    ended = {row["stage"]: row["outcome"] for row in page.read_records()["stages"]}
-    left = [stage for stage in TITLES if ended.get(stage) not in ("done", "left out")]
-    return sorted(left, key=lambda stage: stage in ended)
+    """Return the stages that are not done on this machine with this version, last those that had their time."""
+    ended = {row["stage"]: row for row in page.read_records()["stages"]}
+    done = {stage for stage, row in ended.items() if row["outcome"] in ("done", "left out")}
+    left = [stage for stage in TITLES if stage not in done]
+    return sorted(left, key=lambda stage: stage in ended and ended[stage]["had_all"])
 
 
 def page_of(file: Path) -> str:
@@ -86,13 +91,16 @@ def smoke_test() -> str:
     return f"expandable_segments does not work here: {done.stderr.strip().splitlines()[-1]}"
 
 
-def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple[str, bool]:
+def write_page(folder: Path, stage: str, ended: Ended, *, had_all: bool, is_toy: bool) -> tuple[str, bool]:
     """Record how a stage ended, and write gpu.md from all rows of the folder.
+
+    Args:
+        had_all: the stage had as many minutes as it may take.
 
     Returns:
         The part of this stage, and True if all its targets are met.
     """
-    record.append("stages", {"stage": stage, **asdict(ended)})
+    record.append("stages", {"stage": stage, "had_all": had_all, **asdict(ended)})
     records = page.read_records()
     (folder / PAGE).write_text(page.written(records, record.provenance(), is_toy=is_toy), encoding="utf-8")
     meets_targets = all(figure.is_good for figure in figures([stage], records))

@@ -6,7 +6,7 @@
 A tiny model of random weights reads two rows under h2o with 128 keys, a chunk as long as an interval at a
 time, and samples their last tokens; the learner replays them, forward and backward. Both are microseconds of
 this process on one thread, whatever its neighbours do, for each token of a row: the rollout's of the tokens
-that it samples at the end, the learner's of the whole row. The largest difference of log-probs is printed too.
+that it samples at the end, the learner's of the whole row. The largest difference of log-probs is printed.
 Then shadow attention alone, forward and backward, beside torch's causal attention over all keys, with the
 heads of Qwen2.5-0.5B: the least of several calls in turn.
 """

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import gpu
 from gpu_parts import page, stages
 from gpu_parts.stages import (
     FIRST_TESTS,
@@ -185,6 +186,14 @@ def test_a_test_that_loses_the_device_is_left_out_when_the_tests_are_started_aga
         ("test_that_loses_the_device", "failed"),
         ("test_after_it", "passed"),
     ]
+
+
+def test_a_stage_that_had_its_time_comes_after_those_that_had_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / ROWS))
+    assert gpu.stages_left() == list(TITLES)
+    for stage, outcome, had_all in (("T", "out of time", True), ("G", "done", True), ("R", "crashed", False)):
+        gpu.write_page(tmp_path, stage, stages.Ended(outcome, 1.0, []), had_all=had_all, is_toy=True)
+    assert gpu.stages_left() == [stage for stage in TITLES if stage not in "TG"] + ["T"]
 
 
 def test_a_crashed_stage_shows_why_on_the_page():
