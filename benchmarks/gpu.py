@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def stages_left() -> list[str]:
-    """Return the stages that are not done on this machine with this version, last those that had their time."""
+    """Return the stages that are not done on this machine and version, last those that had their time."""
     ended = {row["stage"]: row for row in page.read_records()["stages"]}
     done = {stage for stage, row in ended.items() if row["outcome"] in ("done", "left out")}
     left = [stage for stage in TITLES if stage not in done]
