@@ -119,12 +119,11 @@ def is_shadow(row: Row) -> bool:
 def shadow(records: Records) -> Iterator[Figure]:
     """Yield shadow attention against dense attention, and every way's milliseconds and rate."""
     rows = [row for row in records.get("kernels", ()) if is_shadow(row)]
-    for budget, target in SHADOW_OVER_FLASH.items():
-        row = _latest(rows, label=f"{SHADOW_TOKENS} tokens, budget {budget}")
-        name = f"shadow attention, {SHADOW_TOKENS} tokens, budget {budget}"
-        yield Figure(
-            "K", f"{name}, speed over torch's dense flash", _ratio(row, "dense flash", "shadow"), target
-        )
+    targets = {f"{SHADOW_TOKENS} tokens, budget {n}": target for n, target in SHADOW_OVER_FLASH.items()}
+    for label in dict.fromkeys([*targets, *(row["label"] for row in rows)]):
+        row, name = _latest(rows, label=label), f"shadow attention, {label}"
+        over_flash = _ratio(row, "dense flash", "shadow")
+        yield Figure("K", f"{name}, speed over torch's dense flash", over_flash, targets.get(label))
         yield Figure("K", f"{name}, speed over dense cuDNN", _ratio(row, "dense cuDNN", "shadow"))
         with_plan = _ratio(row, "dense flash", "shadow and its plan")
         yield Figure("K", f"{name}, speed over dense flash, plan included", with_plan)

@@ -235,7 +235,7 @@ def test_kernels_that_replay_other_evictions_are_refused():
 def gradient_errors() -> str:
     """Return as JSON how far the gradients under each choice of levers are from those of `frozen` alone."""
     setting = Setting("cpu", is_toy=True, n_rounds=1)
-    shape = kernel_learner.Shape(learner.PRESETS["tiny"] | {"num_hidden_layers": 2}, 1, 16, prompt=40)
+    shape = kernel_learner.Shape(learner.PRESETS["tiny"] | {"num_hidden_layers": 1}, 1, 16, prompt=40)
     rollout = kernel_learner.make_rollout(setting, shape, 1100, budget=48)
     found = {}
     for levers in (("frozen",), ("frozen", "compiled"), ("frozen", "host")):
