@@ -124,13 +124,13 @@ def tables(rows: Sequence[dict[str, Any]], attended: Sequence[dict[str, Any]]) -
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> None:
-    """Draw the time per token by length."""
+    """Draw the time per token by length, over that of the shortest one."""
     from lit_rlkv.reporting.plots import style
 
-    figure, axes = style.single_axes("tokens of a sequence", "µs per token")
+    figure, axes = style.single_axes("tokens of a sequence", "time per token, of the first")
     lengths = [row["tokens"] for row in rows]
     for place, name in enumerate(("rollout", "learner")):
-        values = [row[f"{name}_us"] for row in rows]
+        values = [row[f"{name}_us"] / rows[0][f"{name}_us"] for row in rows]
         axes.plot(lengths, values, color=style.run_color(place), marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
