@@ -50,7 +50,7 @@ notebooks: $(STAMP) ## run the notebooks at full size and keep what they show (A
 	$(BIN)/python notebooks/execute.py $(ARGS)
 
 # Without .venv: a machine with a GPU has a CUDA build of torch already, and this needs little beside it.
-gpu: ## prove correctness and speed on a GPU with python3's own torch: make gpu ARGS="--out FOLDER --stages A"
+gpu: ## prove correctness and speed on a GPU with python3's own torch: make gpu ARGS="--out FOLDER"
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 # In an environment of its own, so that it changes nothing of what it looks at.

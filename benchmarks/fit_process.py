@@ -19,19 +19,27 @@ def fit(
     before: Iterable[str] = (),
     *,
     n_threads: int | None = 1,
+    resumes: bool = False,
+    limit_s: float | None = None,
 ) -> Path:
     """One run in a folder, from the SFT models of `runs_dir`; its log is beside the folder.
 
     Args:
         before: what stands before the command, such as taskset.
         n_threads: threads of the run; None: as many as fit takes by itself.
+        resumes: go on with the run of the folder, if there is one, instead of beginning anew.
+        limit_s: seconds after which it is killed.
 
     Raises:
         RuntimeError: it failed; with the end of its log.
+        subprocess.TimeoutExpired: it was killed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
     command = [*before, sys.executable, "-m", "lit_rlkv.fit"]
+    if resumes:
+        command.append("resume=auto")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that did not finish
     environment = dict(os.environ)
     if n_threads is not None:
         command.append(f"fabric.n_threads={n_threads}")
@@ -45,6 +53,7 @@ def fit(
             stdout=log,
             stderr=log,
             check=False,
+            timeout=limit_s,
         )
     if done.returncode:
         tail = "\n".join(log_path.read_text().splitlines()[-N_LAST_LINES:])

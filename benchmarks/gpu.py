@@ -1,17 +1,18 @@
 """Prove the project on a GPU, stage by stage, in a machine that is lent for minutes and has no network.
 
-    python benchmarks/gpu.py --out FOLDER [--stages Q A C B D] [--minutes 8]
+    python benchmarks/gpu.py --out FOLDER [--stages T G R] [--minutes 9]
     python benchmarks/gpu.py --out FOLDER --toy        the whole path at toy size on a CPU
     python benchmarks/gpu.py --page FILE.jsonl         the page of rows that another machine measured
 
-Q a quick look at all of it, A correctness, B kernels, C rollout and replay gap, D learner. Each
-stage takes at most `--minutes`, is useful alone, and adds every measurement to FOLDER/gpu.jsonl as it is
-made; started again with the same FOLDER, or with a copy of that file, it resumes. A stage that crashes does
-not stop the next. Printed after each stage and written to FOLDER/gpu.md is what was measured against its
-target (gpu_parts/targets.py); FOLDER/gpu.log has the output. The exit status is 1 if a stage crashed, a
-target was not met, or the tests of stage A did not all run.
+Stages run in the order in which they are worth their time (gpu_parts/stages.py), and the command ends after
+`--minutes`. The same command again, with the same FOLDER or with a copy of its gpu.jsonl, goes on: stages
+that are done are left out, and one that was cut off measures what it lacks, last if it had all its time. A
+stage that crashes does not stop the next, nor does one whose packages are missing. Printed after each stage
+and written to FOLDER/gpu.md is what was measured against its target (gpu_parts/targets.py); FOLDER/gpu.log
+has the output. The exit status is 1 if a stage crashed, a target was not met, or tests did not all run.
 
-Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package.
+Needs torch, triton, transformers, jaxtyping and pytest, and no installation of this package; stages of whole
+runs need its dependencies too.
 """
 
 import argparse
@@ -25,8 +26,12 @@ from pathlib import Path
 import command_line
 import record
 from gpu_parts import page
-from gpu_parts.stages import LOG, PAGE, TITLES, Ended, environment, run_stage, say
+from gpu_parts.stages import LOG, MINUTES, MOST_MINUTES, PAGE, TITLES, Ended, environment, run_stage, say
 from gpu_parts.targets import figures
+from time_limit import TimeLimit
+
+LEAST_MINUTES = 0.5
+"""A stage does not begin with less."""
 
 
 def main() -> None:
@@ -39,15 +44,31 @@ def main() -> None:
     is_good, log = True, args.out / LOG
     if not args.toy:
         say(smoke_test(), log)
-    for stage in args.stages:
-        say(f"\n== {stage}: {TITLES[stage]}, at most {args.minutes:g} minutes", log)
-        ended = run_stage(stage, args.out, args.minutes, is_toy=args.toy)
-        text, meets_targets = write_page(args.out, stage, ended, is_toy=args.toy)
+    limit = TimeLimit(args.minutes)
+    for stage in args.stages or stages_left():
+        most = MINUTES.get(stage, MOST_MINUTES)
+        minutes = min(most, limit.minutes_left)
+        if minutes < LEAST_MINUTES and not args.toy:
+            say(f"{stage}: no time left; the same command goes on", log)
+            continue
+        say(f"\n== {stage}: {TITLES[stage]}, at most {minutes:.1f} minutes", log)
+        ended = run_stage(stage, args.out, minutes, is_toy=args.toy)
+        text, meets_targets = write_page(args.out, stage, ended, had_all=minutes == most, is_toy=args.toy)
         say("\n" + text, log)
         # Of the tests none may be left out; a benchmark that runs out of time goes on when it is run again.
-        has_ended = ended.outcome == "done" or (ended.outcome == "out of time" and stage != "A")
+        has_ended = ended.outcome in ("done", "left out") or (
+            ended.outcome == "out of time" and stage not in ("T", "A")
+        )
         is_good = is_good and has_ended and (meets_targets or args.toy)
     sys.exit(0 if is_good else 1)
+
+
+def stages_left() -> list[str]:
+    """Return the stages that are not done on this machine and version, last those that had their time."""
+    ended = {row["stage"]: row for row in page.read_records()["stages"]}
+    done = {stage for stage, row in ended.items() if row["outcome"] in ("done", "left out")}
+    left = [stage for stage in TITLES if stage not in done]
+    return sorted(left, key=lambda stage: stage in ended and ended[stage]["had_all"])
 
 
 def page_of(file: Path) -> str:
@@ -70,13 +91,16 @@ def smoke_test() -> str:
     return f"expandable_segments does not work here: {done.stderr.strip().splitlines()[-1]}"
 
 
-def write_page(folder: Path, stage: str, ended: Ended, *, is_toy: bool) -> tuple[str, bool]:
+def write_page(folder: Path, stage: str, ended: Ended, *, had_all: bool, is_toy: bool) -> tuple[str, bool]:
     """Record how a stage ended, and write gpu.md from all rows of the folder.
+
+    Args:
+        had_all: the stage had as many minutes as it may take.
 
     Returns:
         The part of this stage, and True if all its targets are met.
     """
-    record.append("stages", {"stage": stage, **asdict(ended)})
+    record.append("stages", {"stage": stage, "had_all": had_all, **asdict(ended)})
     records = page.read_records()
     (folder / PAGE).write_text(page.written(records, record.provenance(), is_toy=is_toy), encoding="utf-8")
     meets_targets = all(figure.is_good for figure in figures([stage], records))
@@ -88,8 +112,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="folder of gpu.jsonl, gpu.md and gpu.log")
     target.add_argument("--page", type=Path, help="file of rows whose page to print; nothing is measured")
-    parser.add_argument("--stages", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--minutes", type=float, default=8.0, help="of each stage")
+    parser.add_argument("--stages", nargs="+", choices=TITLES, help="default: all that are not done")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the command")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
     args = parser.parse_args(arguments)
     if args.minutes <= 0:

@@ -2,14 +2,22 @@
 
     python benchmarks/learner.py --record
     python benchmarks/learner.py --preset 1.5b --layers 4 --lengths 4096 16384 --budgets 1024 2048 4096
+    python benchmarks/learner.py --levers frozen frozen+compiled frozen+host      what a run can have
+    python benchmarks/learner.py --levers frozen+host --lengths 65536 131072 --rounds 1 --skip-dense
+    python benchmarks/learner.py --profile --lengths 16384 --budgets 1024         where the time goes
 
 A decoder of random weights reads a synthetic rollout with the evictions of a simulated h2o, forward and
 backward with respect to all its weights. The views: `torch dense` is the model's own causal attention by
 torch's SDPA, which knows no evictions; `dense` is replay_logps with every key alive; `shadow` is replay_logps
 under the evictions, as a learner of evicting rollouts needs it, at each budget. Kernels are the plain
-definitions or Triton's. Before anything is timed, log-probs and gradients of both kernels are compared at a
-length that the definitions can take. Printed are seconds of a step, tokens per second, the peak of memory
-above the weights, and the wall-clock of the first step. `--record` keeps a row for each length at
+definitions or Triton's. Levers, joined by +, apply to every view alike: `frozen` trains LoRA adapters alone,
+of rank 32 on all linear layers; `compiled` runs each layer as torch.compile makes it; `checkpoints` keeps the
+inputs of layers alone, and `host` keeps these in host memory.
+
+Before anything is timed, log-probs and gradients of both kernels are compared at a length that the
+definitions can take. Printed are seconds of a step, tokens per second, the peak of memory above the weights,
+and the wall-clock of the first step. `--profile` prints instead which operations take most of the device's
+time. `--record` keeps a row for each length at
 once; started again with it, it measures the lengths that this machine and version of the package have no row
 for. A view that runs out of memory is named in its row; the others are measured.
 
@@ -37,6 +45,7 @@ PRESETS = {
     "1.5b": QWEN_1_5B | {"head_dim": 128},
 }
 """Decoders as presets.tiny_qwen3 builds them."""
+LEVERS = ("frozen", "compiled", "checkpoints", "host")
 DEFAULTS = {
     "cpu": {"preset": "tiny", "lengths": [96, 192, 384], "budgets": [16, 48], "interval": 8, "prompt": 16},
     "cuda": {
@@ -44,7 +53,7 @@ DEFAULTS = {
         "lengths": [4096, 8192, 16_384],
         "budgets": [1024, 2048, 4096],
         "interval": 128,
-        "prompt": 256,
+        "prompt": 300,
     },
 }
 
@@ -59,6 +68,14 @@ def main() -> None:
     kernel_learner.run(args, PRESETS[args.preset])
 
 
+def levers(text: str) -> tuple[str, ...]:
+    """Return the levers of `a+b`; of `none` there are none."""
+    found = tuple(text.split("+")) if text != "none" else ()
+    if unknown := set(found) - set(LEVERS):
+        raise argparse.ArgumentTypeError(f"no levers: {sorted(unknown)}; there are {', '.join(LEVERS)}, none")
+    return found
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line.Parser(__doc__, "learner")
     command_line.add_device_option(parser)
@@ -69,7 +86,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--interval", type=int, help="tokens between compactions")
     parser.add_argument("--prompt", type=int, help="tokens of each sequence that are no actions")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass")
+    parser.add_argument("--levers", nargs="+", type=levers, default=[()], metavar="LEVER+LEVER")
+    parser.add_argument("--skip-dense", action="store_true", help="leave out the views of all keys")
+    parser.add_argument("--profile", action="store_true", help="print what takes the time, and time nothing")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
     command_line.add_restart_options(parser)
     args = command_line.complete(parser.parse_args(arguments))

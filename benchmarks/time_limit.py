@@ -15,3 +15,10 @@ class TimeLimit:
     def is_over(self) -> bool:
         """True once the minutes have passed."""
         return self.minutes is not None and time.monotonic() >= self.started_at + 60 * self.minutes
+
+    @property
+    def minutes_left(self) -> float:
+        """Minutes until then, at least 0."""
+        if self.minutes is None:
+            return float("inf")
+        return max(self.minutes - (time.monotonic() - self.started_at) / 60, 0.0)

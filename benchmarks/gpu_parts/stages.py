@@ -26,50 +26,47 @@ GRACE_S = 15.0
 """Seconds between the signal that ends a command as Ctrl-C does, and the one that it cannot refuse."""
 N_LAST_LINES = 30
 TITLES = {
-    "Q": "quick",
-    "A": "correctness",
-    "C": "rollout and replay gap",
-    "B": "kernels",
+    "T": "tests that the rest stands on",
+    "G": "replay gap",
+    "R": "learning from scratch",
+    "K": "shadow attention at 16,384 tokens",
+    "O": "methods on one GPU, 1.5B, 8,192 tokens",
+    "A": "all tests",
     "D": "learner",
+    "P": "profile of the learner",
+    "E": "longest sequence that learns",
+    "H": "shared prompts",
+    "C": "rollout",
+    "S": "learning with SmolLM2-135M",
+    "B": "kernels",
 }
-"""In the order in which they are worth their time."""
-QUICK_TESTS = (
-    "tests/rollout/test_decoder.py",
-    "tests/rollout/test_graph.py",
-    "tests/rollout/test_growing_cache.py",
-)
-ONE_OF_EACH_KERNEL = {
-    "tests/kernels/test_decode_attention.py": "test_real_sizes_are_as_accurate and dtype0 and 2048",
-    "tests/kernels/test_shadow_kernels.py": "at_real_sizes and dtype2 and 128-contiguous",
-    "tests/kernels/test_evict.py": "moves_the_bits or captured",
-    "tests/kernels/test_slot_scores.py": "at_real_size and dtype0",
-    "tests/rollout/test_compiled_layers.py": "the_same_tokens",
+"""In the order in which they are worth their time: 15 minutes reach to O."""
+MINUTES = {"T": 4.0, "G": 2.5, "R": 5.0, "K": 2.5, "O": 3.0}
+"""Most of a stage; of others `MOST_MINUTES`."""
+MOST_MINUTES = 8.0
+NEEDED = ("hydra", "lightning", "omegaconf", "peft", "matplotlib", "pydantic", "jinja2", "httpx")
+"""Packages of whole runs, which a lent machine may lack."""
+OF_RUNS = ("R", "O", "S")
+"""Stages that need them."""
+ROOMS_OF_RUNS = ("benchmarks", "callbacks", "modules", "runs")
+"""Folders of tests that need them."""
+FIRST_TESTS: dict[tuple[str, ...], str | None] = {
+    ("tests/rollout/test_turns.py",): None,
+    ("tests/rollout/test_decoder.py", "tests/rollout/test_graph.py"): None,
+    ("tests/kernels/test_shadow_kernels.py",): "at_real_sizes and dtype2 and 128",
+    ("tests/kernels/test_attention_sinks.py",): None,
+    ("tests/models/test_lm_head.py",): None,
+    ("tests/kernels/test_decode_attention.py",): "codes or every_code",
 }
-"""Files of GPU tests, and pytest's -k for the quick stage; compiled layers are among them."""
-KERNEL_TESTS = tuple(
-    f"tests/kernels/test_{name}.py"
-    for name in (
-        "shadow_kernels",
-        "decode_attention",
-        "slot_scores",
-        "token_logps",
-        "evict",
-        "token_logps_rows",
-        "token_sampling",
-        "device",
-    )
-)
-N_PROCESSES = 4
-"""Of the kernel tests: most of their time is compilation."""
-LAST_TESTS = (
-    "tests/rollout/test_compiled_layers.py",
-    "tests/models/test_lm_head.py",
-    "tests/models/test_activations.py",
-    "tests/rollout/test_turns.py",
-)
+"""Files of stage T, each key a process, and pytest's -k."""
+SEGMENTS = "tests/kernels/test_*segment*.py"
+N_PROCESSES = 6
+"""Of the tests: most of their time is compilation."""
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")
 
 Command = list[str]
+OUTCOMES = ("done", "out of time", "crashed")
+"""From the best to the worst."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Ended:
     """How a stage or a command ended."""
 
     outcome: str
-    """`done`, `crashed`, or `out of time`."""
+    """`done`, `left out`, `crashed`, or `out of time`."""
     seconds: float
     last_lines: list[str]
 
@@ -88,22 +85,44 @@ def commands(stage: str, *, is_toy: bool) -> list[list[Command]]:
 
 
 def tests_of(stage: str, *, is_toy: bool) -> list[list[Command]]:
-    """Return the pytest commands of a stage; decoder and graphs first: all speed rests on them."""
-    if is_toy and stage in ("Q", "A"):
+    """Return the pytest commands of a stage."""
+    if is_toy and stage in ("T", "A"):
         return [[pytest_command(TOY_TESTS, "not slow and not gpu")]]
-    if stage == "Q":
-        kernels = [pytest_command([file], "gpu", chosen) for file, chosen in ONE_OF_EACH_KERNEL.items()]
-        return [[pytest_command(QUICK_TESTS, "gpu"), *kernels]]
+    if stage == "T":
+        segments = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(SEGMENTS))]
+        chosen = FIRST_TESTS | ({tuple(segments): None} if segments else {})
+        return [[pytest_command(files, "gpu", only) for files, only in chosen.items()]]
     if stage == "A":
-        kernels = [pytest_command(KERNEL_TESTS[i::N_PROCESSES], "gpu") for i in range(N_PROCESSES)]
-        return [[pytest_command(QUICK_TESTS, "gpu")], kernels, [pytest_command(LAST_TESTS, "gpu")]]
+        files = gpu_tests()
+        return [[pytest_command(files[i::N_PROCESSES], "gpu") for i in range(N_PROCESSES)]]
     return []
+
+
+def gpu_tests() -> list[str]:
+    """Return the files with GPU tests, without those that need packages which are missing."""
+    files = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text())
+    left_out = ROOMS_OF_RUNS if missing() else ()
+    return [str(path.relative_to(ROOT)) for path in files if path.parent.name not in left_out]
+
+
+def missing() -> list[str]:
+    """Return which packages of whole runs this machine lacks."""
+    return [name for name in NEEDED if find_spec(name) is None]
+
+
+def why_left_out(stage: str, *, is_toy: bool) -> str | None:
+    """Return why a stage cannot run here; None if it can."""
+    if stage in OF_RUNS and (names := missing()):
+        return f"packages are missing: {', '.join(names)}"
+    if stage == "S" and not is_toy and not (MODEL.is_file() and find_spec("gguf")):
+        return f"there is no models/{MODEL.name} (make smollm2), or no package gguf"
+    return None
 
 
 def benchmarks_of(stage: str, *, is_toy: bool) -> list[Command]:
     """Return the benchmarks of a stage; each is told how many minutes are left when it starts."""
     timed = (TOY if is_toy else REAL).get(stage, [])
-    if stage == "C" and not is_toy and MODEL.is_file() and find_spec("gguf"):
+    if stage == "G" and not is_toy and MODEL.is_file() and find_spec("gguf"):
         timed = [*timed, f"replay_gap.py --model {MODEL} --budget 256 --new 512"]
     return [
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--minutes", "0"]
@@ -111,46 +130,52 @@ def benchmarks_of(stage: str, *, is_toy: bool) -> list[Command]:
     ]
 
 
-SHADOW = "kernels.py --record --ops shadow_attention --only"
+SHADOW = "kernels.py --record --ops shadow_attention"
+LEARNER = "learner.py --record"
+LONG = f"{LEARNER} --budgets 1024 --levers frozen+host --rounds 1"
 REAL = {
-    "Q": [
-        "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs",
-        "kernels.py --record --ops decode_attention --only 64,",
-        f"{SHADOW} 16384_tokens,_budget_1024 --skip-flex",
-        "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs --compile-layers",
+    "G": ["replay_gap.py --record"],
+    "R": ["learns.py --record"],
+    # FlexAttention's compiler takes a minute for a length of shadow attention.
+    "K": [f"{SHADOW} --only 16384_tokens --skip-flex"],
+    "O": ["one_gpu.py --record --shapes 1.5b --lengths 8192 --bits 16"],
+    "D": [f"{LEARNER} --lengths 16384 --levers none frozen frozen+compiled frozen+host"],
+    "P": [f"{LEARNER} --profile --lengths 16384 --budgets 1024 --levers none frozen+compiled"],
+    "E": [
+        f"{LONG} --lengths 65536",
+        f"{LONG} --lengths 131072 262144 524288 --skip-dense",
     ],
-    # What has targets first: FlexAttention's compiler takes a minute for a length of shadow attention.
-    "B": [
-        "kernels.py --record --ops decode_attention",
-        f"{SHADOW} 16384_tokens --skip-flex",
-        *(
-            f"kernels.py --record --ops {op}"
-            for op in ("token_logps", "token_sampling", "slot_scores", "evict", "shadow_attention")
-        ),
-    ],
+    "H": ["kernels.py --record --ops shared_prompt"],
     "C": [
         "rollout.py --record --rounds 1 --budgets 1024",
-        "replay_gap.py --record",
         "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs --compile-layers",
         "rollout.py --record --rounds 1 --budgets 512 2048 --skip-theirs",
     ],
-    "D": ["learner.py --record --lengths 16384 8192 4096"],
+    "S": ["learns.py --record --task smollm2"],
+    "B": [
+        *(
+            f"kernels.py --record --ops {op}"
+            for op in ("decode_attention", "token_logps", "token_sampling", "slot_scores", "evict")
+        ),
+        SHADOW,
+    ],
 }
 TOY_RUN = "--device cpu --record"
-TOY_ROLLOUT = f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 32 --budgets 16"
+TOY_LEARNER = f"learner.py {TOY_RUN} --rounds 1 --layers 1 --budgets 8 --interval 4 --prompt 6"
 TOY = {
-    "Q": [
-        f"{TOY_ROLLOUT} --skip-theirs",
-        f"kernels.py {TOY_RUN} --rounds 1 --ops decode_attention --only 3",
+    "G": [f"replay_gap.py {TOY_RUN} --batch 2 --new 32 --budget 16"],
+    "R": ["learns.py --record --toy"],
+    "K": [
         f"kernels.py {TOY_RUN} --rounds 1 --ops shadow_attention --only 96_tokens,_budget_32 --skip-flex",
     ],
+    "O": ["one_gpu.py --record --toy --bits 16 --methods dense shadow"],
+    "D": [f"{TOY_LEARNER} --lengths 24 --levers none frozen"],
+    "P": [f"{TOY_LEARNER} --profile --lengths 24 --skip-dense"],
+    "E": [f"{TOY_LEARNER} --lengths 32 --levers frozen+host --skip-dense"],
+    "C": [f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 24 --budgets 16 --skip-theirs"],
     "B": [
         f"kernels.py {TOY_RUN} --rounds 1 --ops {op} --only {only}"
         for op, only in (("decode_attention", "3"), ("evict", "1_of_2"))
-    ],
-    "C": [TOY_ROLLOUT, f"replay_gap.py {TOY_RUN} --batch 2 --new 32 --budget 16"],
-    "D": [
-        f"learner.py {TOY_RUN} --rounds 1 --layers 1 --lengths 24 --budgets 8 --interval 4 --prompt 6",
     ],
 }
 """A CPU can run these; their figures mean nothing."""
@@ -197,13 +222,16 @@ def run_stage(stage: str, folder: Path, minutes: float, *, is_toy: bool) -> Ende
     """Run the commands of a stage; one that fails does not stop the next."""
     started_at = time.monotonic()
     env, log = environment(folder, is_toy=is_toy), folder / LOG
+    if (why := why_left_out(stage, is_toy=is_toy)) is not None:
+        say(f"left out: {why}", log)
+        return Ended("left out", 0.0, [])
     ended = []
     for group in commands(stage, is_toy=is_toy):
         ends_at = started_at + 60 * minutes
         with ThreadPoolExecutor(len(group)) as pool:
             run = partial(run_until, env=env, log=log, ends_at=ends_at)
             ended += pool.map(run, group)
-    worst = max((one.outcome for one in ended), key=("done", "out of time", "crashed").index)
+    worst = max((one.outcome for one in ended), key=OUTCOMES.index, default="done")
     last_lines = [line for one in ended if one.outcome != "done" for line in one.last_lines]
     return Ended(worst, time.monotonic() - started_at, last_lines)
 

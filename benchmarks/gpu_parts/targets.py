@@ -5,6 +5,7 @@ A figure without a target is reported all the same.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Row = dict[str, Any]
@@ -33,6 +34,21 @@ GAP_MODEL = "1.5b"
 BF16_GAP = {"mean": 2e-2, "p99": 6e-2}
 """|replayed − sampled| in nats, per response token. It grows with the width by rounding alone: with random
 weights and 28 layers its mean is 2.4e-3, 4.5e-3 and 8.1e-3 at 256, 512 and 1,024 wide."""
+LONG_TOKENS = 32_768
+"""Fewest tokens of a sequence of stage E."""
+N_OPERATIONS = 8
+LEARNING_COSTS = (
+    ("rollout", "tokens_per_s", "tokens/s"),
+    ("rollout", "rollout_s", "s"),
+    ("update", "update_s", "s"),
+    ("peak memory", "peak_mib", "MiB"),
+)
+CELL = ("shape", "bits", "length", "method")
+METHOD_COSTS = (
+    ("rollout", "tokens_per_s", "tokens/s"),
+    ("learner", "learner_s", "s"),
+    ("peak memory", "peak_mib", "MiB"),
+)
 FLOAT32_GAP = 1e-4
 """Largest gap of a token in nats."""
 
@@ -70,12 +86,12 @@ def figures(stages: Sequence[str], records: Records) -> list[Figure]:
     return [figure for stage in stages for figure in FIGURES[stage](records)]
 
 
-def correctness(records: Records) -> Iterator[Figure]:
-    """Yield how many tests passed and failed, by the last outcome of each."""
+def correctness(records: Records, stage: str = "A") -> Iterator[Figure]:
+    """Yield how many tests passed and failed, by the last outcome of each; T's are among them."""
     outcomes = {row["test"]: row["outcome"] for row in records.get("tests", ())}
     found = list(outcomes.values())
-    yield Figure("A", "tests that passed", found.count("passed") if found else None, 1)
-    yield Figure("A", "tests that failed", found.count("failed") if found else None, 0, at_most=True)
+    yield Figure(stage, "tests that passed", found.count("passed") if found else None, 1)
+    yield Figure(stage, "tests that failed", found.count("failed") if found else None, 0, at_most=True)
 
 
 def kernels(records: Records) -> Iterator[Figure]:
@@ -85,44 +101,44 @@ def kernels(records: Records) -> Iterator[Figure]:
         row = _latest(rows, op="decode_attention", label=f"batch 64, {slots} slots")
         share = _arm(row, "scores added up", "share_of_ceiling")
         yield Figure("B", f"decode with scores, {slots} slots, share of copy bandwidth", share, DECODE_SHARE)
-    for budget, target in SHADOW_OVER_FLASH.items():
-        row = _latest(rows, op="shadow_attention", label=f"{SHADOW_TOKENS} tokens, budget {budget}")
-        name = f"shadow attention, {SHADOW_TOKENS} tokens, budget {budget}, speed over"
-        yield Figure("B", f"{name} torch's dense flash", _ratio(row, "dense flash", "shadow"), target)
-        yield Figure("B", f"{name} dense cuDNN", _ratio(row, "dense cuDNN", "shadow"))
-        with_plan = _ratio(row, "dense flash", "shadow and its plan")
-        yield Figure("B", f"{name} dense flash, plan included", with_plan)
-        for arm in ("shadow", "dense cuDNN"):
-            if (work := _arm(row, arm, "work")) is not None:
-                rate = work["n_flops"] / _arm(row, arm, "seconds")["median"] / 1e12
-                what = f"shadow attention, {SHADOW_TOKENS} tokens, budget {budget}: {arm}"
-                yield Figure("B", what, rate, unit="TFLOP/s")
-    for row in {(row["op"], row["label"]): row for row in rows}.values():
+    found = [row for row in rows if not is_shadow(row)]
+    for row in {(row["op"], row["label"]): row for row in found}.values():
         if "arms" not in row:
             yield Figure("B", f"{row['op']}, {row['label']}: {_why_not(row)}", None)
         ours, *others = row.get("arms", [None])
-        for arm in others if row["op"] != "shadow_attention" else ():
+        for arm in others:
             over = arm["seconds"]["median"] / ours["seconds"]["median"]
             yield Figure("B", f"{row['op']}, {row['label']}: time of {arm['name']} over {ours['name']}", over)
 
 
-def quick(records: Records) -> Iterator[Figure]:
-    """Yield one figure of each kind, as the other stages judge them."""
-    first = {
-        f"decode with scores, {DECODE_SLOTS[0]} slots, share of copy bandwidth",
-        f"shadow attention, {SHADOW_TOKENS} tokens, budget 1024, speed over torch's dense flash",
-        f"shadow attention, {SHADOW_TOKENS} tokens, budget 1024, speed over dense cuDNN",
-        "rollout",
-        "rollout, compiled layers",
-    }
-    yield from correctness(records)
-    for figure in (*kernels(records), *rollout(records)):
-        if figure.name in first:
-            yield figure
+def is_shadow(row: Row) -> bool:
+    """True for shadow attention at the length of stage K."""
+    return row["op"] == "shadow_attention" and row["label"].startswith(f"{SHADOW_TOKENS} tokens")
+
+
+def shadow(records: Records) -> Iterator[Figure]:
+    """Yield shadow attention against dense attention, and every way's milliseconds and rate."""
+    rows = [row for row in records.get("kernels", ()) if is_shadow(row)]
+    targets = {f"{SHADOW_TOKENS} tokens, budget {n}": target for n, target in SHADOW_OVER_FLASH.items()}
+    for label in dict.fromkeys([*targets, *(row["label"] for row in rows)]):
+        row, name = _latest(rows, label=label), f"shadow attention, {label}"
+        over_flash = _ratio(row, "dense flash", "shadow")
+        yield Figure("K", f"{name}, speed over torch's dense flash", over_flash, targets.get(label))
+        yield Figure("K", f"{name}, speed over dense cuDNN", _ratio(row, "dense cuDNN", "shadow"))
+        with_plan = _ratio(row, "dense flash", "shadow and its plan")
+        yield Figure("K", f"{name}, speed over dense flash, plan included", with_plan)
+        for arm in (row or {}).get("arms", ()):
+            seconds, work = arm["seconds"]["median"], arm.get("work")
+            yield Figure("K", f"{name}: {arm['name']}", 1e3 * seconds, unit="ms")
+            if work is not None:
+                rate = work["n_flops"] / seconds / 1e12
+                yield Figure("K", f"{name}: {arm['name']}, rate", rate, unit="TFLOP/s")
+        if row is not None and "arms" not in row:
+            yield Figure("K", f"{name}: {_why_not(row)}", None)
 
 
 def rollout(records: Records) -> Iterator[Figure]:
-    """Yield the rollout against transformers.generate, and the gaps of replay."""
+    """Yield the rollout against transformers.generate."""
     rows = records.get("rollout", ())
     ours = _latest(rows, **ROLLOUT, compile_layers=False)
     compiled = _latest(rows, **ROLLOUT, compile_layers=True)
@@ -150,46 +166,98 @@ def rollout(records: Records) -> Iterator[Figure]:
         for what, entry, unit in COSTS:
             if row and row.get(entry) is not None:
                 yield Figure("C", f"{name}, {what}", row[entry], unit=unit)
-    gaps = records.get("replay_gap", ())
-    models = dict.fromkeys([GAP_MODEL, *(row["model"] for row in gaps)])
+
+
+def gaps(records: Records) -> Iterator[Figure]:
+    """Yield how far the learner's log-probs are from the sampler's."""
+    rows = records.get("replay_gap", ())
+    models = dict.fromkeys([GAP_MODEL, *(row["model"] for row in rows)])
     for model in models:
-        sixteen, full = (_latest(gaps, model=model, dtype=dtype) for dtype in ("bfloat16", "float32"))
+        sixteen, full = (_latest(rows, model=model, dtype=dtype) for dtype in ("bfloat16", "float32"))
         for statistic, target in BF16_GAP.items():
             value = sixteen and sixteen["gap"][statistic]
-            yield Figure("C", f"gap in bf16, {model}, {statistic}", value, target, at_most=True, unit="nats")
-        yield Figure("C", f"gap in bf16, {model}, max", sixteen and sixteen["gap"]["max"], unit="nats")
+            yield Figure("G", f"gap in bf16, {model}, {statistic}", value, target, at_most=True, unit="nats")
+        yield Figure("G", f"gap in bf16, {model}, max", sixteen and sixteen["gap"]["max"], unit="nats")
         ratio = (
             sixteen and "no_eviction" in sixteen and sixteen["gap"]["mean"] / sixteen["no_eviction"]["mean"]
         )
-        yield Figure("C", f"gap in bf16, {model}, mean, over that without evictions", ratio or None)
+        yield Figure("G", f"gap in bf16, {model}, mean, over that without evictions", ratio or None)
         value = full and full["gap"]["max"]
-        yield Figure("C", f"gap in float32, {model}, max", value, FLOAT32_GAP, at_most=True, unit="nats")
+        yield Figure("G", f"gap in float32, {model}, max", value, FLOAT32_GAP, at_most=True, unit="nats")
         value = full and full["dense_learner"]["mean"]
-        yield Figure("C", f"gap of a dense learner in float32, {model}, mean", value, unit="nats")
+        yield Figure("G", f"gap of a dense learner in float32, {model}, mean", value, unit="nats")
 
 
-def learner(records: Records) -> Iterator[Figure]:
-    """Yield the learner's step under evictions against torch's dense one; no target."""
-    rows = records.get("learner", ())
+def learner(records: Records, stage: str = "D") -> Iterator[Figure]:
+    """Yield the learner's step under evictions against torch's dense one with the same levers; no target.
+
+    Stage E has the sequences of `LONG_TOKENS` and more.
+    """
+    rows = [
+        row for row in records.get("learner", ()) if (row["asked"]["tokens"] >= LONG_TOKENS) == (stage == "E")
+    ]
     if not rows:
-        yield Figure("D", "learner's step", None)
-    for row in {row["asked"]["tokens"]: row for row in rows}.values():
-        tokens = row["asked"]["tokens"]
+        yield Figure(stage, "learner's step", None)
+    for row in {str(row["asked"]): row for row in rows}.values():
+        name = f"learner's step, {row['asked']['tokens']} tokens"
         for arm in row.get("arms", ()):
-            if arm["name"].startswith("shadow"):
-                name = f"learner's step, {tokens} tokens, {arm['name']}, speed over torch's dense"
-                yield Figure("D", name, _ratio(row, "torch dense", arm["name"]))
+            levers, _, view = arm["name"].rpartition(": ")
+            if view.startswith("shadow"):
+                dense = f"{levers}: torch dense" if levers else "torch dense"
+                over = _ratio(row, dense, arm["name"])
+                yield Figure(stage, f"{name}, {arm['name']}, speed over torch's dense", over)
             if "peak_bytes" in arm:
-                name = f"learner's step, {tokens} tokens, {arm['name']}"
-                yield Figure("D", name, 1e3 * arm["seconds"]["median"], unit="ms")
-                yield Figure(
-                    "D", f"{name}, peak memory above the weights", arm["peak_bytes"] / 1e9, unit="GB"
-                )
+                yield Figure(stage, f"{name}, {arm['name']}", 1e3 * arm["seconds"]["median"], unit="ms")
+                peak = f"{name}, {arm['name']}, peak memory above the weights"
+                yield Figure(stage, peak, arm["peak_bytes"] / 1e9, unit="GB")
         for failed in row.get("failed", ()):
             if failed["out_of_memory"]:
-                yield Figure("D", f"learner's step, {tokens} tokens, {failed['name']}: out of memory", None)
+                yield Figure(stage, f"{name}, {failed['name']}: out of memory", None)
         if "arms" not in row:
-            yield Figure("D", f"learner's step, {tokens} tokens: {_why_not(row)}", None)
+            yield Figure(stage, f"{name}: {_why_not(row)}", None)
+
+
+def profile(records: Records) -> Iterator[Figure]:
+    """Yield the operations that take most of a step."""
+    rows = {row["view"]: row for row in records.get("profile", ())}.values()
+    if not rows:
+        yield Figure("P", "profile", None)
+    for row in rows:
+        for found in row["operations"][:N_OPERATIONS]:
+            name = f"{row['view']}: {found['name']}, {found['calls']} calls"
+            yield Figure("P", name, found["ms"], unit="ms")
+
+
+def learning(records: Records, stage: str, task: str) -> Iterator[Figure]:
+    """Yield the rewards of each arm and what its iterations take."""
+    rows = {row["arm"]: row for row in records.get("learns", ()) if row["task"] == task}.values()
+    if not rows:
+        yield Figure(stage, "reward", None)
+    for row in rows:
+        n_mean = max(len(row["rewards"]) // 10, 1)
+        ends = {"first": row["rewards"][:n_mean], "last": row["rewards"][-n_mean:]}
+        for which, rewards in ends.items():
+            yield Figure(stage, f"{row['arm']}, reward, {which} iterations", sum(rewards) / len(rewards))
+        for what, entry, unit in LEARNING_COSTS:
+            yield Figure(stage, f"{row['arm']}, {what}", row[entry], unit=unit)
+
+
+def methods(records: Records) -> Iterator[Figure]:
+    """Yield rollout, learner and memory of each cell."""
+    rows = {tuple(row[name] for name in CELL): row for row in records.get("one_gpu", ())}
+    if not rows:
+        yield Figure("O", "methods", None)
+    for cell, row in rows.items():
+        name = ", ".join(map(str, cell))
+        for what, entry, unit in METHOD_COSTS:
+            if row.get(entry) is not None:
+                yield Figure("O", f"{name}, {what}", row[entry], unit=unit)
+
+
+def shared(records: Records) -> Iterator[Figure]:
+    """Yield that the table stands in the log; its rows are those of kernels.py."""
+    found = [row for row in records.get("kernels", ()) if "shared" in row["op"]]
+    yield Figure("H", "cases of shared prompts, table in gpu.log", len(found) or None)
 
 
 def _why_not(row: Row) -> str:
@@ -213,9 +281,17 @@ def _ratio(row: Row | None, over: str, under: str) -> float | None:
 
 
 FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
-    "Q": quick,
+    "T": partial(correctness, stage="T"),
+    "G": gaps,
+    "R": partial(learning, stage="R", task="from_scratch"),
+    "K": shadow,
+    "O": methods,
     "A": correctness,
-    "B": kernels,
-    "C": rollout,
     "D": learner,
+    "P": profile,
+    "E": partial(learner, stage="E"),
+    "H": shared,
+    "C": rollout,
+    "S": partial(learning, stage="S", task="smollm2"),
+    "B": kernels,
 }

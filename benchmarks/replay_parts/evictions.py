@@ -60,11 +60,13 @@ def no_eviction(setting: Setting) -> dict[str, float]:
 def measure(setting: Setting, spec: CacheSpec, kernels: str) -> dict[str, Any]:
     """Return the row of one dtype and policy: statistics of the gaps."""
     with use_kernels(kernels), torch.no_grad():
+        control = no_eviction(setting)
+        print(f"{setting.dtype}, without evictions: gap mean {control['mean']:.1e} nats", flush=True)
         rollout = setting.roll_out(setting.prompts(setting.batch), spec)
         return {
             "n_tokens": int(rollout.response_mask.sum()),
             "gap": gap(replay_logps(setting.model, rollout), rollout),
-            "no_eviction": no_eviction(setting),
+            "no_eviction": control,
             "dense_learner": gap(replay_logps(setting.model, rollout, shadow=False), rollout),
         }
 

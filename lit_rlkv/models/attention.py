@@ -63,6 +63,7 @@ class Replay:
     flat: FlatTokens | None = None
     """Set if queries, keys and values are a flat sequence of the tokens of the table's rows."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
         number: int,

@@ -8,9 +8,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import gpu
 from gpu_parts import page, stages
 from gpu_parts.stages import (
-    ONE_OF_EACH_KERNEL,
+    FIRST_TESTS,
+    OF_RUNS,
     REAL,
     ROWS,
     TITLES,
@@ -55,9 +57,9 @@ def test_shares_and_ratios_are_read_off_the_rows_and_judged():
             "arms": [arm("shadow", 2.0), arm("shadow and its plan", 2.5), arm("dense flash", 9.0)],
         },
     ]
-    found = by_name("B", {"kernels": rows})
-    decode_figure = found["decode with scores, 2048 slots, share of copy bandwidth"]
+    decode_figure = by_name("B", {"kernels": rows})["decode with scores, 2048 slots, share of copy bandwidth"]
     assert (decode_figure.value, decode_figure.verdict) == (0.79, "missed")
+    found = by_name("K", {"kernels": rows})
     name = "shadow attention, 16384 tokens, budget 1024, speed over"
     assert (found[f"{name} torch's dense flash"].value, found[f"{name} torch's dense flash"].verdict) == (
         4.5,
@@ -65,6 +67,7 @@ def test_shares_and_ratios_are_read_off_the_rows_and_judged():
     )
     assert found[f"{name} dense flash, plan included"].value == 3.6
     assert found[f"{name} dense cuDNN"].verdict == "not measured"
+    assert found["shadow attention, 16384 tokens, budget 1024: shadow"].value == 2000.0
     refused = {"op": "evict", "label": "64 rows", "reason": "off by 5", "out_of_memory": False}
     wrong = {**rows[0], "reason": "off by 9", "out_of_memory": False}
     del wrong["arms"]
@@ -117,32 +120,32 @@ def test_every_stage_has_figures_and_commands_of_scripts_that_exist():
     assert all(by_name(stage, {}) for stage in TITLES)
     scripts = {command.split()[0] for stage in REAL.values() for command in stage}
     assert all((ROOT / "benchmarks" / script).is_file() for script in scripts)
-    files = {file for _, file in gpu_tests()}
-    assert all((ROOT / path).exists() for path in files)
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    rooms = {"kernels", "models", "rollout"}
-    # What the other rooms mark needs packages that a lent machine lacks.
-    assert {str(path.relative_to(ROOT)) for path in marked if path.parent.name in rooms} <= files
+    assert set(TITLES) == {*REAL, "T", "A"}
 
 
-def gpu_tests() -> set[tuple[str, str]]:
-    """Return stage and file of every GPU test."""
-    return {
-        (stage, part)
-        for stage in ("Q", "A")
-        for group in commands(stage, is_toy=False)
-        for command in group
-        for part in command
-        if part.startswith("tests/")
-    }
+def collected(*command: str) -> set[str]:
+    """Return the files of the tests that pytest chooses."""
+    done = on_a_lent_machine(*command, "--collect-only", ABSENT_PACKAGES="")
+    return {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
 
 
-def test_the_quick_stage_chooses_tests_that_exist():
-    chosen = (f"({Path(file).stem} and ({names}))" for file, names in ONE_OF_EACH_KERNEL.items())
-    command = pytest_command([*ONE_OF_EACH_KERNEL], "gpu", " or ".join(chosen))
-    done = on_a_lent_machine(*command[1:], "--collect-only")
-    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == set(ONE_OF_EACH_KERNEL), done.stdout[-2000:]
+def files_of(stage: str) -> set[str]:
+    """Return the files of the tests of a stage."""
+    every = (command for group in commands(stage, is_toy=False) for command in group)
+    return {part for command in every for part in command if part.startswith("tests/")}
+
+
+def test_every_gpu_test_is_in_a_stage():
+    found = collected(*pytest_command(["tests"], "gpu")[1:])
+    assert len(found) > 20
+    assert found == files_of("A")
+    assert files_of("T") < found
+
+
+def test_the_first_stage_chooses_tests_that_exist():
+    chosen = {file: only for files, only in FIRST_TESTS.items() for file in files}
+    choice = (f"({Path(file).stem} and ({only or 'test'}))" for file, only in chosen.items())
+    assert collected(*pytest_command([*chosen], "gpu", " or ".join(choice))[1:]) == set(chosen)
 
 
 def test_a_command_that_takes_too_long_ends_as_by_ctrl_c():
@@ -185,6 +188,14 @@ def test_a_test_that_loses_the_device_is_left_out_when_the_tests_are_started_aga
     ]
 
 
+def test_a_stage_that_had_its_time_comes_after_those_that_had_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / ROWS))
+    assert gpu.stages_left() == list(TITLES)
+    for stage, outcome, had_all in (("T", "out of time", True), ("G", "done", True), ("R", "crashed", False)):
+        gpu.write_page(tmp_path, stage, stages.Ended(outcome, 1.0, []), had_all=had_all, is_toy=True)
+    assert gpu.stages_left() == [stage for stage in TITLES if stage not in "TG"] + ["T"]
+
+
 def test_a_crashed_stage_shows_why_on_the_page():
     row = {"stage": "D", "outcome": "crashed", "seconds": 3.0, "last_lines": ["RuntimeError: no"]}
     shown = page.section("D", {"stages": [row]}, is_toy=False)
@@ -199,9 +210,10 @@ def test_the_whole_path_runs_at_toy_size_where_packages_are_missing(tmp_path: Pa
     done = on_a_lent_machine("benchmarks/gpu.py", "--out", str(tmp_path), "--toy")
     assert done.returncode == 0, done.stdout[-4000:]
     written = (tmp_path / "gpu.md").read_text()
-    assert [stage for stage in TITLES if f"## {stage}: {TITLES[stage]}\n\ndone after" in written] == list(
-        TITLES
-    )
+    assert [stage for stage in TITLES if f"## {stage}: {TITLES[stage]}\n\ndone after" in written] == [
+        stage for stage in TITLES if stage not in OF_RUNS
+    ]
+    assert done.stdout.count("left out: packages are missing: hydra, lightning") == len(OF_RUNS)
     assert "| tests that failed | 0 | at most 0 | toy |" in written
     assert {file.name for file in tmp_path.iterdir()} == {"gpu.jsonl", "gpu.log", "gpu.md"}
     rows: dict[str, list[dict]] = defaultdict(list)
@@ -210,15 +222,16 @@ def test_the_whole_path_runs_at_toy_size_where_packages_are_missing(tmp_path: Pa
         rows[row["record"]].append(row)
     assert {row["outcome"] for row in rows["tests"]} == {"passed"}
     assert {row["op"] for row in rows["kernels"]} == {"decode_attention", "shadow_attention", "evict"}
-    # The quick stage's estimate and rollout, then theirs.
-    assert [row.get("integrated") for row in rows["rollout"]] == [True, False, True]
+    assert [row["integrated"] for row in rows["rollout"]] == [True, False]
     assert {row["dtype"] for row in rows["replay_gap"]} == {"bfloat16", "float32"}
     assert rows["learner"][0]["out_of_memory"] is False
+    assert rows["profile"][0]["operations"]
     assert [row["stage"] for row in rows["stages"]] == list(TITLES)
     # From a copy of the rows: tests that passed and what was measured are not run again.
     n_tests, copied = len(rows["tests"]), tmp_path / "copied"
     copied.mkdir()
     shutil.copy(tmp_path / ROWS, copied)
+    assert "==" not in on_a_lent_machine("benchmarks/gpu.py", "--out", str(copied), "--toy").stdout
     again = on_a_lent_machine("benchmarks/gpu.py", "--out", str(copied), "--toy", "--stages", "A", "B")
     assert again.returncode == 0, again.stdout[-4000:]
     assert "in the record already" in again.stdout

@@ -1,12 +1,17 @@
 """Each benchmark at toy size: it prints, and records rows with the entries that pages and tables read."""
 
 import importlib
+import json
+import os
 import shlex
+import subprocess
 import sys
 from functools import partial
 
+import fit_process
 import kernels
 import learner
+import learns
 import peers
 import pytest
 import ranks
@@ -32,6 +37,7 @@ GAP = "replay_gap --device cpu --preset tiny --batch 2 --new 24 --seeds 1 --budg
 MEMORY = "hydra_memory --preset tiny --batch 2 --prompt 8 --response 24 --rank 4 --rounds 1 --variants"
 OF_CASE = {"op", "label", "sizes", "arms", "excess_error", "ceilings", "timed"}
 OF_GAP = {"model", "dtype", "policy", "budget", "n_tokens", "gap", "no_eviction", "dense_learner"}
+LEARNER = "learner --device cpu --layers 1 --lengths 24 --interval 4 --prompt 6 --rounds 1"
 COMMANDS = {
     f"{KERNELS} decode_attention --only 33": ("kernels", OF_CASE),
     f"{KERNELS} evict --only 1_of_2": ("kernels", OF_CASE),
@@ -40,9 +46,18 @@ COMMANDS = {
     f"{KERNELS} shared_prompt --only 3_responses": ("kernels", OF_CASE),
     f"{KERNELS} token_logps --only 24": ("kernels", OF_CASE),
     f"{KERNELS} token_sampling --only 6": ("kernels", OF_CASE),
-    "learner --device cpu --layers 1 --lengths 24 --budgets 8 12 --interval 4 --prompt 6 --rounds 1": (
+    f"{LEARNER} --budgets 8 12 --levers none frozen+host": (
         "learner",
         {"asked", "sizes", "arms", "excess_error", "out_of_memory"},
+    ),
+    f"{LEARNER} --budgets 8 --profile": ("profile", {"view", "operations"}),
+    "lengths --tokens 300 --attention 300 --rounds 1": (
+        "lengths",
+        {"tokens", "rollout_us", "learner_us", "gap"},
+    ),
+    "learns --toy --folder FOLDER": (
+        "learns",
+        {"arm", "task", "rewards", "tokens_per_s", "rollout_s", "update_s", "peak_mib"},
     ),
     "rollout --device cpu --preset tiny --batch 2 --new 24 --rounds 1 --budgets 16": (
         "rollout",
@@ -109,7 +124,11 @@ def write_llama(folder) -> None:
 def finished_run(folder, *settings, **options):
     """Stand in for processes of fit, of which each iteration takes a second a phase."""
     folder.mkdir(parents=True)
-    columns = {f"time/{phase}": 1.0 for phase in ranks.PHASES} | {"num_tokens": 8}
+    columns = {f"time/{phase}": 1.0 for phase in (*ranks.PHASES, "rollout")} | {
+        "num_tokens": 8,
+        "reward": 0.5,
+    }
+    columns |= {"perf/tokens_per_second/rollout": 9.0, "memory/update/peak": 2**20}
     rows = [",".join(columns), *[",".join(map(str, columns.values()))] * 2]
     (folder / "metrics.csv").write_text("\n".join(rows))
     return folder
@@ -129,6 +148,10 @@ def test_a_command_prints_and_records_rows_with_their_keys(command, run, tmp_pat
     if script == "ranks":
         monkeypatch.setattr(ranks, "fit", finished_run)
         checked_config(composed(*ranks.SETTINGS))
+    if script == "learns":
+        monkeypatch.setattr(fit_process, "fit", finished_run)
+        for arm in learns.ARMS.values():
+            checked_config(composed(*learns.COMMON, *learns.TOY, *arm))
     if script == "cpu_speed":
         module = importlib.import_module(script)
         write_llama(tmp_path / "model")
@@ -193,7 +216,7 @@ def test_sizes_are_toys_where_kernels_are_interpreted():
 
 def test_kernels_that_replay_other_evictions_are_refused():
     setting = Setting("cpu", is_toy=True, n_rounds=1)
-    shape = kernel_learner.Shape(learner.PRESETS["tiny"], 2, interval=4, prompt=6, checkpoints_layers=False)
+    shape = kernel_learner.Shape(learner.PRESETS["tiny"], 2, interval=4, prompt=6)
     model = kernel_learner.make_model(setting, shape, 30)
 
     def always_dense(model, logps, rollout, kernels):
@@ -208,6 +231,35 @@ def test_kernels_that_replay_other_evictions_are_refused():
     rollout = kernel_learner.make_rollout(setting, shape, 30, budget=8)
     dense = kernel_learner.dense_logps(model, rollout)
     torch.testing.assert_close(kernel_learner.torch_logps(model, rollout), dense, atol=1e-5, rtol=1e-5)
+
+
+def gradient_errors() -> str:
+    """Return as JSON how far the gradients under each choice of levers are from those of `frozen` alone."""
+    setting = Setting("cpu", is_toy=True, n_rounds=1)
+    shape = kernel_learner.Shape(learner.PRESETS["tiny"] | {"num_hidden_layers": 1}, 1, 16, prompt=40)
+    rollout = kernel_learner.make_rollout(setting, shape, 1100, budget=48)
+    found = {}
+    for levers in (("frozen",), ("frozen", "compiled"), ("frozen", "host")):
+        one = kernel_learner.Learner(setting, shape, 1100, levers)
+        for number, parameter in enumerate(one.trained):
+            torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(number))
+        found["+".join(levers)] = torch.cat(
+            [value.flatten() for value in one.step(kernel_learner.shadow_logps, rollout, "auto")]
+        )
+    plain = found.pop("frozen")
+    return json.dumps({levers: float((f - plain).norm() / plain.norm()) for levers, f in found.items()})
+
+
+def test_levers_change_no_gradient():
+    # In another process, because torch.compile cannot trace the type checks of the test run.
+    paths = os.pathsep.join(map(str, (record.ROOT, record.ROOT / "benchmarks")))
+    code = f"from {__name__} import gradient_errors; print(gradient_errors())"
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < errors["frozen+compiled"] < 1e-5  # other code ran
+    assert errors["frozen+host"] < 1e-5
 
 
 TOY = RolloutSetting("tiny", "h2o", batch=4, new=24, rounds=1, device=torch.device("cpu"))

@@ -132,6 +132,18 @@ def test_the_speed_beside_transformers_and_peft_is_that_of_the_last_rows():
         assert f"| {row['what']} | {' | '.join(sides)} | {row['ratio']:.2f} |" in page("kernels")
 
 
+def test_the_time_by_length_is_that_of_the_last_rows():
+    shown = page("kernels")
+    for name, cells in {
+        "lengths": lambda row: [f"{row['rollout_us']:.0f}", f"{row['learner_us']:.0f}", f"{row['gap']:.0e}"],
+        "lengths_attention": lambda row: [f"{row['shadow_ms']:.1f}", f"{row['dense_ms']:.1f}"],
+    }.items():
+        for row in {row["tokens"]: row for row in rows_of(name)}.values():
+            assert f"| {row['tokens']:,} | {' | '.join(cells(row))} |" in shown
+    learner = [row["learner_us"] for row in rows_of("lengths")]
+    assert f"within {max(learner) / min(learner):.1f} times" in " ".join(shown.split())
+
+
 def test_the_step_beside_trl_is_that_of_the_record():
     lines = (ROOT / "benchmarks/results/peers.jsonl").read_text().splitlines()
     last = {row["cache"]: row for row in map(json.loads, lines)}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lit_rlkv.kernels.backend import is_interpreted
 from lit_rlkv.kernels.decode_attention import decode_attention
 from lit_rlkv.kernels.shadow_attention import shadow_attention
 from lit_rlkv.kernels.shadow_attention.reference import visible
@@ -13,8 +14,19 @@ BATCH, KV_HEADS, GROUP, SLOTS, DIM = 3, 2, 3, 37, 8
 KERNELS = ["reference", "triton"]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """A device, on which tensors are made by default within the test."""
+    if request.param == "cpu" and not is_interpreted():
+        pytest.skip("where there is a GPU kernels are not interpreted")
+    with torch.device(request.param):
+        yield request.param
+
+
 def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(
+        torch.get_default_device()
+    )
 
 
 def decoded(sink, kernels, **options):
@@ -23,6 +35,7 @@ def decoded(sink, kernels, **options):
     return decode_attention(query, keys, values, n_live, 0.3, sink=sink, kernels=kernels, **options)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("kernels", "options"), [("reference", {}), ("triton", {"n_splits": 1}), ("triton", {"n_splits": 4})]
 )
@@ -38,14 +51,17 @@ def test_a_sink_is_a_further_logit_of_each_head(kernels, options, softcap):
     is_live = torch.arange(SLOTS) < torch.tensor([37, 20, 1])[:, None]
     weights = logits.exp() * is_live[:, None, None]
     probs = weights / (weights.sum(-1, keepdim=True) + sink.exp()[None, :, :, None])
-    torch.testing.assert_close(found, probs @ drawn(BATCH, KV_HEADS, SLOTS, DIM, seed=2))
-    torch.testing.assert_close(received, probs.mean(dim=2))
+    torch.testing.assert_close(
+        found, probs @ drawn(BATCH, KV_HEADS, SLOTS, DIM, seed=2), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(received, probs.mean(dim=2), rtol=1e-4, atol=1e-5)
     without = decoded(None, kernels, softcap=softcap, **options)
     assert (found - without).abs().max() > 0.1  # the control: the sink left out
     tiny = decoded(torch.full((KV_HEADS, GROUP), -1e4), kernels, softcap=softcap, **options)
     torch.testing.assert_close(tiny, without)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_learners_attention_and_its_gradients_have_the_sink(kernels):
     n = 12

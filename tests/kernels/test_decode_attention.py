@@ -1,4 +1,5 @@
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lit_rlkv.kernels.backend import is_interpreted
 from lit_rlkv.kernels.decode_attention import decode_attention, kernel, launch
 from lit_rlkv.kernels.device import Device, assume_device
 from lit_rlkv.kernels.quantization import KV_DTYPES, dequantize, quantize
@@ -367,6 +369,14 @@ def test_a_captured_call_follows_what_its_inputs_hold_at_replay(shape: Shape):
     assert (scores[..., 1:] == 3.0).all()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def _each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs in Triton's interpreter and, where there is one, on a GPU."""
+    if request.param == "cpu" and not is_interpreted():
+        pytest.skip("where there is a GPU kernels are not interpreted")
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", request.param)
+
+
 def coded(inputs: Inputs, kv_dtype: str) -> tuple[Inputs, list[Tensor]]:
     """Return the inputs with codes in place of keys and values, and their scales; unused ones are junk."""
     dead = torch.arange(inputs.keys.shape[2], device=DEVICE) >= inputs.n_live[:, None]
@@ -376,6 +386,7 @@ def coded(inputs: Inputs, kv_dtype: str) -> tuple[Inputs, list[Tensor]]:
     return inputs._replace(keys=codes[0], values=codes[1]), scales
 
 
+@pytest.mark.usefixtures("_each_device")
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -402,6 +413,7 @@ def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(
     assert torch.equal(*buffers)
 
 
+@pytest.mark.usefixtures("_each_device")
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_kernel_reads_every_code_as_the_definition_does(kv_dtype: str):
     # One slot for each byte, whose value is read alone: the query of each head points at one key.
@@ -419,6 +431,7 @@ def test_the_kernel_reads_every_code_as_the_definition_does(kv_dtype: str):
         assert torch.equal(out[0, 0, 0], expected[0, 0, slot])
 
 
+@pytest.mark.usefixtures("_each_device")
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_definition_attends_to_what_codes_stand_for(kv_dtype: str):
     inputs = make_inputs(TOY, torch.float32)

@@ -1,15 +1,18 @@
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lit_rlkv.config.schema import KLConfig
+from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.objectives.corrections import Correction, truncated, unweighted
 from lit_rlkv.objectives.reduction import AGGREGATIONS
 from lit_rlkv.rollout import generate
-from tests.hand_built import ARMS, REPLAY, make_datamodule, make_module, make_roles, shift
+from tests.hand_built import ARMS, REPLAY, gradients_of, make_datamodule, make_module, make_roles, shift
+from tests.tiers import slow
 
 
 def weights_by_definition(arm, rho, response_mask):
@@ -31,6 +34,37 @@ def weights_by_definition(arm, rho, response_mask):
     if arm == "sparse_rl" and is_counted.any():
         weight = weight / weight[is_counted].mean()
     return weight, is_counted
+
+
+DEVICES = [slow("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+"""On a CPU the kernels are interpreted."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arm", ["dense", "shadow"])
+def test_a_training_step_is_that_of_the_definitions_on_any_device(arm, device):
+    roles, correction = shift(make_roles()), ARMS[arm]
+    data = make_datamodule(roles, correction=correction)
+    batches = list(data.splitter.minibatches(data.collect()))
+    there = deepcopy(roles).to(device)
+    kernels = "triton" if device == "cpu" else "auto"
+
+    def after_a_step(of, device):
+        module = make_module(of, replays=correction.replays)
+        found = gradients_of(module, [batch.to(device) for batch in batches])
+        torch.optim.SGD(module.parameters(), lr=1e-2).step()
+        weights = {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+        return {name: gradient.cpu() for name, gradient in found.items()}, weights
+
+    with use_kernels("reference"):
+        expected = after_a_step(roles, "cpu")
+    with use_kernels(kernels):
+        found = after_a_step(there, device)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4 * float(value.abs().max()))
+    assert max(float(value.abs().max()) for value in expected[0].values()) > 1e-3
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))

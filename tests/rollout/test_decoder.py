@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.decode_attention import decode_attention
+from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.recorders import EvictionRecorder
 from lit_rlkv.types import NEVER, Rollout
+from tests.models.test_attention_sinks import gpt_oss
+from tests.models.test_hybrids import hybrid
+from tests.models.test_sliding_windows import windowed
 from tests.models_zoo import PAD, build, ragged_prompts, tiny_config, tiny_model
 from tests.rollout.recorded import RecordedRunner, Recording
-from tests.rollouts import TOLERANCE, gap, roll_out, same, spec_of
+from tests.rollouts import NOTICED, TOLERANCE, gap, roll_out, same, spec_of
 from tests.tiers import diagonal, slow
 
 LENS = (14, 9, 4, 1, 11, 6)
@@ -234,6 +239,37 @@ def test_a_recording_refuses_what_waits_for_the_device():
 def test_rows_and_graphs_that_cannot_be_are_refused(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         run(**changes)
+
+
+QWEN3 = partial(tiny_config, "qwen3")
+KINDS: dict[str, tuple[Callable[[], PreTrainedModel], CacheSpec, dict[str, Any]]] = {
+    "windows": (partial(windowed, "gemma3"), spec_of("h2o"), {}),
+    "states": (partial(hybrid, "qwen3_5"), spec_of("snapkv"), {}),
+    "sinks": (gpt_oss, spec_of("tova", window=2), {"record_routing": True}),
+    "chunks": (lambda: build(QWEN3()), spec_of("h2o"), {"prefill_chunk": 3}),
+    **{kv: (lambda: build(QWEN3()), spec_of("h2o", dtype=kv), {}) for kv in KV_DTYPES},
+}
+"""Models, caches and options whose steps differ from those of plain attention to numbers."""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_every_kind_of_layer_and_key_are_captured(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    make, spec, options = KINDS[kind]
+    model, is_cpu = prepare_backbone(make().to(device)), device == "cpu"
+    monkeypatch.setattr(SlotCache, "n_filled", None)  # a graph reads empty slots too
+    plain = roll_out(model, spec, LENS, max_new_tokens=N_NEW, cuda_graph=None if is_cpu else False, **options)
+    if is_cpu:
+        monkeypatch.setattr("lit_rlkv.rollout.decoder.CudaGraphRunner", RecordedRunner)
+    captured = roll_out(
+        model, spec, LENS, max_new_tokens=N_NEW, cuda_graph=None if is_cpu else True, **options
+    )
+    assert torch.equal(captured.input_ids, plain.input_ids)
+    assert torch.equal(captured.evicted_at, plain.evicted_at)
+    assert gap(model, captured) < TOLERANCE
+    assert gap(model, captured, shadow=False) > NOTICED
 
 
 def on_a_gpu(policy: str, **options: Any) -> tuple[PreTrainedModel, Rollout, Rollout]:

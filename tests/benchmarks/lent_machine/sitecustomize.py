@@ -3,6 +3,7 @@
 The project itself is not installed there either, but found on the path.
 """
 
+import os
 import sys
 from importlib.metadata import DistributionFinder
 
@@ -49,4 +50,5 @@ class Without:
             self.finder.invalidate_caches()
 
 
-sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+if os.environ.get("ABSENT_PACKAGES") != "":
+    sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
