@@ -106,8 +106,8 @@ def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: 
     found["record_bytes"], found["kv_bytes"] = rollout.record.part_bytes, rollout.kv_bytes
     codes = rollout.record.codes
     assert codes is not None
-    no_scales = replace(codes, record=torch.zeros_like(codes.record))  # so each vector is rounded by itself
-    for name, learner in {"gap": rollout, "by_itself": rollout.with_record(codes=no_scales)}.items():
+    by_itself = rollout.with_record(codes=replace(codes, record=codes.record[..., :0, :]))
+    for name, learner in {"gap": rollout, "by_itself": by_itself}.items():
         numbers: list[Tensor] = []
         with in_place_of(quantized_view, "quantized", _listening(numbers)):
             found[name] = _gap(model, learner)

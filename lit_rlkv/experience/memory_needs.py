@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.kernels.quantization import quantized_bytes, record_bytes
+from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
@@ -74,7 +74,7 @@ def rollout_needs(
         "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
     }
     if cache.dtype is not None:
-        n_bytes = 2 * record_bytes(dim, cache.dtype)
+        n_bytes = 2 * record_bytes(dim, cache.dtype, group_of(cache.dtype, compute_dtype(model)))
         needs["record of codes"] = n_layers * (n_rows + n_responses) * n_heads * n_columns * n_bytes
         most_slots = max(cache.n_slots(n_columns, n_prompt_columns, n) for n in (*budgets, None))
         needs["numbers of a layer's codes"] = 2 * most_slots * n_rows * n_heads * dim * itemsize
