@@ -169,10 +169,9 @@ class _Quantized(torch.autograd.Function):
 def _by_record(
     vectors: Tensor, own: Tensor, own_scales: Tensor, kv_dtype: str, record: Tensor, group: int
 ) -> Tensor:
-    """Return the recorded numbers: the nearest ones, but for those nearest to a middle that the check bits
-    tell to be the other one; `own` if the scale is another."""
-    dim, n_scales = vectors.shape[-1], own_scales.shape[-1]
-    scales = _nearest_scales(record[..., -n_scales:], own_scales).float()
+    """Return the nearest numbers, or the others where the check bits say so; `own` if the scale is another."""
+    n_scales = own_scales.shape[-1]
+    scales = nearest_scales(record[..., -n_scales:], own_scales).float()
     wide = vectors.float() - (scales[..., 1:] if kv_dtype == "int4" else 0.0)
     place = _divided(wide, scales[..., :1])
     least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[kv_dtype]
@@ -226,8 +225,8 @@ def _flipped(to_middle: Float[Tensor, "*lead dim"], checks: UInt8[Tensor, "*lead
     return found.bool().flatten(-2)[..., :dim]
 
 
-def _nearest_scales(low_bytes: Tensor, own: Tensor) -> Tensor:
-    """Return the numbers of these low bytes of their bits that are nearest to the own ones, of the same sign."""
+def nearest_scales(low_bytes: Tensor, own: Tensor) -> Tensor:
+    """Return the numbers with these low bytes that are nearest to the own ones, and of the same sign."""
     bits = own.view(torch.int16).int()
     size = bits & 0x7FFF
     size = (size + (low_bytes.int() - size + 128 & 255) - 128).clamp(0, 0x7F7F)
