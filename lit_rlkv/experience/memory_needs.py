@@ -1,6 +1,7 @@
 """Explain an out-of-memory error: the bytes that each part needs, and the settings that change them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 import torch
@@ -96,6 +97,29 @@ def rollout_needs(
     if (n_packed := packed_size(model)) and not settings.compile_layers:
         needs["weights packed for decoding"] = n_packed * itemsize
     return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
+
+
+def explain_code_record(
+    model: PreTrainedModel,
+    cache: CacheSpec,
+    prompts_shape: tuple[int, int],
+    settings: RolloutConfig,
+    group: int,
+) -> str | None:
+    """Return the warning that the record of the codes takes more than the codes save; None if it does not."""
+    asked = prompts_shape, settings, group
+    needs = rollout_needs(model, cache, *asked)
+    saved = rollout_needs(model, replace(cache, dtype=None), *asked)[CACHE] - needs[CACHE]
+    record = needs.get("record of codes", 0)
+    if record <= saved:
+        return None
+    n_columns = prompts_shape[1] + settings.max_new_tokens
+    return (
+        f"cache.dtype={cache.dtype} saves {human_bytes(saved)} of keys and values, and the record of its "
+        f"codes takes {human_bytes(record)}: rows of more than {n_columns * saved // record} tokens need less "
+        f"memory without it; lower rollout.max_new_tokens={settings.max_new_tokens}, or use null, or "
+        "cache.dtype=int4, which has the smallest record in 16 bit"
+    )
 
 
 def explain_rollout(

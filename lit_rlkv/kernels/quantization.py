@@ -112,8 +112,8 @@ def record_of(
 def group_of(kv_dtype: str, dtype: torch.dtype) -> int:
     """Return how many codes share check bits in a cache of numbers of this dtype: as many as replay allows.
 
-    In float32 a learner rounds at most 2 of 64 numbers otherwise, and in 16 bit about 2 % of those of int4.
-    There the numbers of int8 and fp8 are off by half a step, which takes a bit for each of them.
+    The gap is then about that of a bit for each code (benchmarks/replay_gap.py --part codes). In float32 few
+    numbers are rounded otherwise, in 16 bit few of int4; those of int8 and fp8 are off by about half a step.
     """
     if dtype.itemsize > 2:
         return 64
@@ -169,28 +169,31 @@ class _Quantized(torch.autograd.Function):
 def _by_record(
     vectors: Tensor, own: Tensor, own_scales: Tensor, kv_dtype: str, record: Tensor, group: int
 ) -> Tensor:
-    """Return the nearest numbers, or the others where the check bits say so; `own` if the scale is another."""
+    """Return the nearest numbers, or the others where the check bits say so; `own` at another scale."""
     n_scales = own_scales.shape[-1]
     scales = nearest_scales(record[..., -n_scales:], own_scales).float()
     wide = vectors.float() - (scales[..., 1:] if kv_dtype == "int4" else 0.0)
-    place = _divided(wide, scales[..., :1])
-    least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[kv_dtype]
-    if kv_dtype == "fp8":  # ordered by their size, of which the sign is taken apart
-        code = place.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
-        number = torch.where(code < 128, code, 128 - code)
+    most = LARGEST_CODE[kv_dtype]
+    place = _divided(wide, scales[..., :1]).clamp(0.0 if kv_dtype == "int4" else -most, most)
+    if kv_dtype == "fp8":
+        code = place.to(torch.float8_e4m3fn).view(torch.uint8)
+        number = torch.where(code < 128, code.int(), 128 - code.int())  # ordered, of both signs
+        nearest = _fp8_values(number)
+        other = (number + torch.where(place >= nearest, 1, -1)).clamp(-126, 126)
+        step = _fp8_values(other) - nearest  # 0 beyond the last code
+        to_middle = step.abs() / 2 - (place - nearest).abs()
+        is_near = (to_middle <= NEAR_MIDDLE * step.abs().clamp(min=NO_STEP)) & (step != 0)
     else:
-        number = place.round().clamp(least, most).int()
-    nearest = _values(number, kv_dtype)
-    other = (number + torch.where(place >= nearest, 1, -1)).clamp(least, most)
-    step = _values(other, kv_dtype) - nearest
-    size = step.abs()  # 0 beyond the last code
-    to_middle = size / 2 - (place - nearest).abs()
-    is_near = (to_middle <= NEAR_MIDDLE * size.clamp(min=NO_STEP)) & (size > 0)
-    checks = _check_bits((number & 1).to(torch.uint8), group)
+        nearest = place.round()
+        code = nearest.to(torch.int8).view(torch.uint8)
+        step = torch.where(place >= nearest, 1.0, -1.0)
+        to_middle = 0.5 - (place - nearest).abs()
+        is_near = to_middle <= NEAR_MIDDLE
+    checks = _check_bits(code & 1, group)
     bits = record[..., :-n_scales, None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1
     checks = checks ^ bits.flatten(-2)[..., : checks.shape[-2:].numel()].view_as(checks)
     if group == 1:
-        is_other = is_near & (checks[..., 0] == 1)
+        is_other = is_near & checks[..., 0].bool()
     else:
         is_other = _flipped(to_middle.masked_fill(~is_near, torch.inf), checks)
     values = torch.where(is_other, nearest + step, nearest) * scales[..., :1]
@@ -213,14 +216,13 @@ def _flipped(to_middle: Float[Tensor, "*lead dim"], checks: UInt8[Tensor, "*lead
     is_odd = checks[..., :1] == 1
     at = (checks[..., 1:].long() << torch.arange(checks.shape[-1] - 1, device=checks.device)).sum(-1, True)
     least, first = cost.min(-1, keepdim=True)
-    apart = torch.where(is_odd, at ^ first, at)  # of two others, whose positions differ in these bits
-    pairs = cost.scatter(-1, first, least.masked_fill(is_odd, torch.inf))
-    pair, second = (pairs + pairs.gather(-1, torch.arange(group, device=at.device) ^ apart)).min(-1, True)
+    apart = torch.where(is_odd, at ^ first, at)  # of two more, whose positions differ in these bits
+    pair, second = (cost + cost.gather(-1, torch.arange(group, device=at.device) ^ apart)).min(-1, True)
     one, three = cost.gather(-1, at), least + pair
     is_one, total = is_odd & (one <= three), torch.where(is_odd, torch.minimum(one, three), pair)
     flips = torch.cat([at, first, second, second ^ apart], dim=-1)
     is_flip = torch.cat([is_one, is_odd & ~is_one, ~is_one, ~is_one], dim=-1) & total.isfinite()
-    # Two flips of one number, where the check bits are 0, are none.
+    # Two flips of one number are none: where the check bits are 0, and never where the nearest is the third.
     found = torch.zeros_like(cost, dtype=torch.uint8).scatter_add_(-1, flips, is_flip.to(torch.uint8)) & 1
     return found.bool().flatten(-2)[..., :dim]
 
@@ -233,10 +235,8 @@ def nearest_scales(low_bytes: Tensor, own: Tensor) -> Tensor:
     return (size | bits & ~0x7FFF).to(torch.int16).view(SCALE_DTYPE)
 
 
-def _values(numbers: Tensor, kv_dtype: str) -> Tensor:
+def _fp8_values(numbers: Tensor) -> Tensor:
     """Return what the codes of these numbers stand for, without the scale."""
-    if kv_dtype != "fp8":
-        return numbers.float()
     return torch.where(numbers < 0, 128 - numbers, numbers).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
