@@ -116,8 +116,8 @@ def explain_code_record(
     n_columns = prompts_shape[1] + settings.max_new_tokens
     return (
         f"cache.dtype={cache.dtype} saves {human_bytes(saved)} of keys and values, and the record of its "
-        f"codes takes {human_bytes(record)}: rows of more than {n_columns * saved // record} tokens need less "
-        f"memory without it; lower rollout.max_new_tokens={settings.max_new_tokens}, or use null, or "
+        f"codes takes {human_bytes(record)}: rows of more than {n_columns * saved // record} tokens need "
+        f"less memory without it; lower rollout.max_new_tokens={settings.max_new_tokens}, or use null, or "
         "cache.dtype=int4, which has the smallest record in 16 bit"
     )
 

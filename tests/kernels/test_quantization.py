@@ -162,6 +162,17 @@ def test_check_bits_that_no_near_number_explains_change_nothing():
     assert not torch.equal(corrected(sampler, far, 64), quantized(sampler, "int8"))
 
 
+def test_the_largest_number_of_fp8_has_no_other_code_and_explains_nothing():
+    # scale 1: steps of 8 at 104 and of 1 at 12; number 5 flips, though 0, 8 and 13 = 0 ^ 5 ^ 8 are nearer
+    learner = torch.full((64,), 104.0)
+    learner[[0, 5, 8, 13]] = torch.tensor([448.0, 104 + 2.5, 12.4, 12.4])
+    sampler = learner.clone()
+    sampler[5] = 104 + 5.5
+    record = record_of(*quantize(sampler, "fp8"), "fp8", 64)
+    assert torch.equal(quantized(learner, "fp8", record, 64), quantized(sampler, "fp8"))
+    assert not torch.equal(quantized(learner, "fp8"), quantized(sampler, "fp8"))
+
+
 @pytest.mark.parametrize("n_flipped", range(1, 9))
 def test_a_wrong_check_bit_gives_wrong_codes(n_flipped: int):
     x = draw(500, 64)
