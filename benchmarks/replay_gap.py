@@ -20,8 +20,10 @@ weights replay evictions, sampling masks and experts, all but one, or none. Prin
 record, and the gaps: the mean over seeds, and the largest of all tokens.
 
 *codes*: a pretrained model (`--model`; `make smollm2` fetches the default one) with quantized keys and
-values. Printed is the gap of the learner with the record of the codes, of one without it, and of one that
-does not quantize.
+values. Printed is the gap of the learner by the record of the codes that it has: a bit for each code, check
+bits for every 16 or 64 codes (marked: those that rollouts keep), none, and of one that does not quantize;
+with the bytes that a record takes of a key and its value of 128 dimensions, and the tokens of a row up to
+which that is less than quantization saves in 1,024 + 128 slots.
 
 `--record` keeps rows, of logits in rounded_logits.jsonl, of choices in recorded_choices.jsonl and of codes in
 quantized_cache.jsonl; started again with it, evictions and codes measure what has no row yet.

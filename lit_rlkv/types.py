@@ -209,7 +209,10 @@ class Codes(TensorBatch):
 
     dtype: str
     """`CacheSpec.dtype` of the sampler's cache."""
+    group: int
+    """Codes that share check bits."""
     record: UInt8[Tensor, "batch layer kv_head byte seq"]
+    """Without bytes, a learner rounds as if no codes were recorded."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.experience.memory_needs import rollout_needs
+from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.runs.policy import load_backbone, make_policy

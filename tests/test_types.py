@@ -64,7 +64,7 @@ def make_record(**changes: Any) -> WithOneMore:
     values = {
         "evicted_at": torch.tensor(TIMES, dtype=torch.int32)[:, :, None],
         "sampling_masks": masks_of(SETS),
-        "codes": Codes("int8", torch.arange(120, dtype=torch.uint8).view(3, 2, 1, 4, 5)),
+        "codes": Codes("int8", 1, torch.arange(120, dtype=torch.uint8).view(3, 2, 1, 4, 5)),
         "expert_ids": torch.arange(60, dtype=torch.int8).view(3, 2, 2, 5),
         "one_more": torch.arange(30).view(3, 2, 5),
     }

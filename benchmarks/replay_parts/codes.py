@@ -1,10 +1,9 @@
-"""The gap of quantized keys and values, with and without the record of their codes."""
+"""The gap of quantized keys and values, by the record of their codes."""
 
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import record
@@ -14,19 +13,33 @@ from sampled import gap, sample
 from text_table import text_table
 from time_limit import TimeLimit
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lit_rlkv import CacheSpec, Rollout, replay_logps
-from lit_rlkv.kernels.quantization import KV_DTYPES, dequantize, quantize, quantized
+from lit_rlkv.kernels.quantization import (
+    KV_DTYPES,
+    dequantize,
+    quantize,
+    quantized,
+    quantized_bytes,
+    record_bytes,
+    record_of,
+)
 from lit_rlkv.kvcache import slots
 from lit_rlkv.models import quantized_view
+from lit_rlkv.types import Codes
 
 NAME = "quantized_cache"
 MODEL = record.ROOT / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHES = {"dense": CacheSpec.dense(), "snapkv": CacheSpec("snapkv", 64, 16, 4, 8)}
+CACHE = CacheSpec("snapkv", 64, 16, 4, 8)
 DTYPES = (None, *KV_DTYPES)
-N_PROMPT, N_NEW = 128, 48
-LEARNERS = ("gap", "by_itself", "unrounded")
+N_PROMPT, N_NEW = 16, 112
+GROUPS = (1, 16, 64)
+"""Codes that share check bits, in the records that are compared."""
+ALONE, UNROUNDED = "none", "none, and does not round"
+DIM, SLOTS = 128, 1024 + 128
+"""Of the bytes in the table."""
 Coded = tuple[Tensor, Tensor]
 """Codes and scales."""
 
@@ -41,16 +54,16 @@ def run(asked: argparse.Namespace) -> None:
     for precision in asked.dtypes:
         of_precision = replace(setting, dtype=evictions.DTYPES[precision])
         prompts = of_precision.prompts(asked.batch)
-        for policy, dtype in product(CACHES, DTYPES):
-            cell = {"block": "replay", "precision": precision, "policy": policy, "dtype": dtype}
+        for dtype in DTYPES:
+            cell = {"block": "replay", "precision": precision, "policy": CACHE.policy, "dtype": dtype}
             cell |= {"rows": asked.batch, "prompt": asked.prompt, "tokens": asked.new}
             cell = {"model": asked.model.stem} | cell
             row = next((row for row in done if row["cell"] == cell), None)
             if row is None and limit.is_over:
-                print(f"{precision}, {policy}, {dtype}: no time left; start again to go on")
+                print(f"{precision}, {dtype}: no time left; start again to go on")
                 continue
             if row is None:
-                spec = replace(CACHES[policy], dtype=dtype)
+                spec = replace(CACHE, dtype=dtype)
                 row = {"cell": cell, **measure(of_precision.model, prompts, spec, asked.new)}
                 record.append(NAME, row)
             found.append(row)
@@ -58,20 +71,26 @@ def run(asked: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each row: gaps of the learners, and shares of numbers that are not the sampler's."""
-    headings = [
-        *("model", "cache", "dtype", "gap mean", "gap max", "numbers apart"),
-        *("by itself: mean", "max", "numbers apart", "not rounding: mean", "max"),
-    ]
+    """Return a line for each learner: its record, its gap, and the share of numbers unlike the sampler's.
+
+    The record in use is marked. It is smaller than what the slots of a row save up to the length given.
+    """
+    headings = ["model", "dtype", "record", "bytes", "smaller up to", "mean", "p99", "max", "numbers apart"]
     lines = []
     for row in rows:
-        cell = row["cell"]
-        line = [cell["precision"], cell["policy"], cell["dtype"] or "16 bit"]
-        for learner in LEARNERS:
-            line += [f"{row[learner][name]:.1e}" if learner in row else "" for name in ("mean", "max")]
-            if learner != "unrounded":
-                line.append(f"{row[f'{learner}_moved']:.1e}" if cell["dtype"] else "")
-        lines.append(line)
+        precision, dtype = row["cell"]["precision"], row["cell"]["dtype"]
+        for learner, found in row["learners"].items():
+            sizes = ["", ""]
+            if learner.isdigit():
+                n_bytes = 2 * record_bytes(DIM, dtype, int(learner))
+                saved = 2 * (quantized_bytes(DIM, None, evictions.DTYPES[precision]))
+                saved -= 2 * quantized_bytes(DIM, dtype, evictions.DTYPES[precision])
+                sizes = [str(n_bytes), f"{SLOTS * saved // n_bytes:,}"]
+            name = f"{int(learner).bit_length()} of {learner}" if learner.isdigit() else learner
+            mark = " *" if learner == str(row["group"]) else ""
+            gap = [f"{found[size]:.1e}" for size in ("mean", "p99", "max")]
+            apart = f"{found['apart']:.1e}" if "apart" in found else ""
+            lines.append([precision, dtype or "null", name + mark, *sizes, *gap, apart])
     return text_table(headings, lines)
 
 
@@ -87,36 +106,53 @@ def in_place_of(module: Any, name: str, function: Callable[..., Any]) -> Iterato
 
 
 def measure(model: PreTrainedModel, prompts: Tensor, spec: CacheSpec, n_tokens: int) -> dict[str, Any]:
-    """Return the gaps of three learners, and the shares of codes and scales that are not the sampler's.
+    """Return the gaps of learners by their record, and the shares of numbers that are not the sampler's.
 
-    `gap` is of the learner with the record of the codes, `by_itself` of one that rounds without it, and
-    `unrounded` of one that does not round.
+    There is one for each of `GROUPS`, one that rounds without a record, and one that does not round.
     """
     sampled: list[Coded] = []
     with in_place_of(slots, "quantize", _recording(sampled)):
         rollout = sample(model, prompts, spec, n_tokens)
-    found: dict[str, Any] = {"n_response_tokens": int(rollout.response_mask.sum())}
+    found: dict[str, Any] = {
+        "n_response_tokens": int(rollout.response_mask.sum()),
+        "gap": _gap(model, rollout),
+    }
     if spec.dtype is None:
-        return found | {"gap": _gap(model, rollout)}
-    n_streams = 2 * model.config.num_hidden_layers  # keys and values of each layer
-    coded = [zip(*sampled[stream::n_streams], strict=True) for stream in range(n_streams)]
-    streams = [
-        dequantize(*(torch.cat(parts, 2) for parts in each), spec.dtype, model.dtype) for each in coded
+        return found | {"group": None, "learners": {UNROUNDED: found["gap"]}}
+    n_layers = model.config.num_hidden_layers
+    streams = [  # keys and values of each layer
+        [torch.cat(parts, 2) for parts in zip(*sampled[stream :: 2 * n_layers], strict=True)]
+        for stream in range(2 * n_layers)
     ]
-    found["record_bytes"], found["kv_bytes"] = rollout.record.part_bytes, rollout.kv_bytes
     codes = rollout.record.codes
     assert codes is not None
-    no_scales = replace(codes, record=torch.zeros_like(codes.record))  # so each vector is rounded by itself
-    for name, learner in {"gap": rollout, "by_itself": rollout.with_record(codes=no_scales)}.items():
+    found |= {"record_bytes": rollout.record.part_bytes, "kv_bytes": rollout.kv_bytes, "group": codes.group}
+    records = {str(group): _codes(streams, spec.dtype, group, codes.record.shape[-1]) for group in GROUPS}
+    learners = {name: rollout.with_record(codes=each) for name, each in records.items()}
+    learners[ALONE] = rollout.with_record(codes=replace(codes, record=codes.record[..., :0, :]))
+    found["learners"] = {}
+    for name, learner in learners.items():
         numbers: list[Tensor] = []
         with in_place_of(quantized_view, "quantized", _listening(numbers)):
-            found[name] = _gap(model, learner)
-        moved = [(a != b).float().mean().item() for a, b in zip(streams, numbers, strict=True)]
-        found[f"{name}_moved"] = sum(moved) / len(moved)
-        found[f"{name}_moved_by_layer"] = [
-            round(sum(moved[i : i + 2]) / 2, 7) for i in range(0, n_streams, 2)
+            gap_of_it = _gap(model, learner)
+        apart = [
+            (dequantize(*coded, spec.dtype, each.dtype) != each[:, :, : coded[0].shape[2]])
+            .float()
+            .mean()
+            .item()
+            for coded, each in zip(streams, numbers, strict=True)
         ]
-    return found | {"unrounded": _gap(model, rollout.with_record(codes=None))}
+        found["learners"][name] = gap_of_it | {"apart": sum(apart) / len(apart)}
+    found["learners"][UNROUNDED] = _gap(model, rollout.with_record(codes=None))
+    return found
+
+
+def _codes(streams: list[list[Tensor]], kv_dtype: str, group: int, n_columns: int) -> Codes:
+    """Return the record of these codes with so many of them in a group; none of the last column is read."""
+    parts = [record_of(*each, kv_dtype, group).transpose(2, 3) for each in streams]
+    layers = [torch.cat(pair, dim=2) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    found = torch.stack(layers, dim=1)
+    return Codes(kv_dtype, group, F.pad(found, (0, n_columns - found.shape[-1])))
 
 
 @torch.no_grad()

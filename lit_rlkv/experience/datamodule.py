@@ -21,7 +21,7 @@ from lit_rlkv.environments.conversations import TextConversations
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.kl_control import KLController
-from lit_rlkv.experience.memory_needs import explain_scoring, explain_update
+from lit_rlkv.planning.advice import explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.progress import PhaseProgress
 from lit_rlkv.experience.protocols import RolloutModule, RolloutRun

@@ -1,13 +1,14 @@
 """Explain an out-of-memory error: the bytes that each part needs, and the settings that change them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.kernels.quantization import quantized_bytes, record_bytes
+from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
@@ -42,64 +43,27 @@ SETTINGS = {
 """The needs of a rollout, each with the settings that change it."""
 
 
-def rollout_needs(
+def explain_code_record(
     model: PreTrainedModel,
     cache: CacheSpec,
     prompts_shape: tuple[int, int],
     settings: RolloutConfig,
     group: int,
-) -> dict[str, int]:
-    """Return the bytes that `generate` needs beside the model, by what they are for, the largest first.
-
-    It is an estimate if layers differ in size.
-
-    Args:
-        prompts_shape: prompts at a time, and tokens of the longest one.
-        group: responses to each prompt.
-    """
-    config = text_config(model)
-    n_prompts, n_prompt_columns = prompts_shape
-    n_columns = n_prompt_columns + settings.max_new_tokens
-    n_rows, n_responses = n_concurrent_rows(n_prompts, group, settings.max_rows), n_prompts * group
-    n_layers, n_tokens, dim = int(config.num_hidden_layers), int(config.vocab_size), max(head_dims(model))
-    n_heads, itemsize = n_kv_heads(model), compute_dtype(model).itemsize
-    windows = [kind.window for kind in layer_kinds(model) if kind.window is not None]
-    budgets = cache.layer_budgets(sum(kind.in_profile for kind in layer_kinds(model)))
-    n_slots = sum(cache.n_slots(n_columns, n_prompt_columns, budget) for budget in budgets)  # of all layers
-    own_slots = cache.n_slots(n_columns, n_prompt_columns)
-    n_slots += sum(window if window < n_columns else own_slots for window in windows)
-    is_full = [kind.window is None or kind.window >= n_columns for kind in layer_kinds(model) if kind.attends]
-    # Rows that have ended wait in host memory, which is that of a CPU's device.
-    n_ended = n_responses if model.device.type == "cpu" else 0
-    n_tables = sum(is_full) * n_rows + len(is_full) * n_ended  # a window needs none to decode
-    needs = {
-        CACHE: 2 * n_slots * n_rows * n_heads * quantized_bytes(dim, cache.dtype, compute_dtype(model)),
-        "record of evictions": n_tables * n_heads * n_columns * times_dtype(n_columns).itemsize,
-        "logits of a step": n_rows * n_tokens * (max(itemsize, 4) + SAMPLING_BYTES),
-    }
-    if cache.dtype is not None:
-        n_bytes = 2 * record_bytes(dim, cache.dtype)
-        needs["record of codes"] = n_layers * (n_rows + n_ended) * n_heads * n_columns * n_bytes
-        most_slots = max(cache.n_slots(n_columns, n_prompt_columns, n) for n in (*budgets, None))
-        needs["numbers of a layer's codes"] = 2 * most_slots * n_rows * n_heads * dim * itemsize
-    if settings.replay_routing:
-        routers = routers_of(model)
-        n_experts = len(routers) * max(router.k for router in routers)
-        needs["record of experts"] = (
-            n_experts * (n_rows + n_ended) * n_columns * expert_dtype(routers).itemsize
-        )
-    policy = cache.make_policy()
-    if policy is not None and policy.sees_queries:
-        n_query_heads = int(config.num_attention_heads)
-        needs["latest queries"] = n_layers * n_rows * n_query_heads * cache.window * dim * itemsize
-    if settings.top_k is not None:
-        n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
-        needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
-    elif settings.top_p < 1:
-        needs["sorted logits of a step"] = n_rows * n_tokens * SORTING_BYTES
-    if (n_packed := packed_size(model)) and not settings.compile_layers:
-        needs["weights packed for decoding"] = n_packed * itemsize
-    return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
+) -> str | None:
+    """Return the warning that the record of the codes takes more than the codes save; None if it does not."""
+    asked = prompts_shape, settings, group
+    needs = rollout_needs(model, cache, *asked)
+    saved = rollout_needs(model, replace(cache, dtype=None), *asked)[CACHE] - needs[CACHE]
+    record = needs.get("record of codes", 0)
+    if record <= saved:
+        return None
+    n_columns = prompts_shape[1] + settings.max_new_tokens
+    return (
+        f"cache.dtype={cache.dtype} saves {human_bytes(saved)} of keys and values, and the record of its "
+        f"codes takes {human_bytes(record)}: rows of more than {n_columns * saved // record} tokens need "
+        f"less memory without it; lower rollout.max_new_tokens={settings.max_new_tokens}, or use null, or "
+        "cache.dtype=int4, which has the smallest record in 16 bit"
+    )
 
 
 def explain_rollout(
@@ -175,9 +139,3 @@ def _smaller_passes(shape: tuple[int, int], tokens_per_pass: int) -> list[str]:
     n_rows, n_columns = shape
     n_tokens = min(tokens_per_pass, n_rows * n_columns)
     return [f"set fabric.tokens_per_pass below {n_tokens}"] if n_tokens >= 2 * n_columns else []
-
-
-def compute_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of activations and cache."""
-    device = model.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

@@ -20,9 +20,10 @@ SAME_ZERO = 0.6
 zero point by at most this many steps. A change of each number by half a step stays below both."""
 NEAR_MIDDLE = 0.25
 """A recorded bit decides between two neighbouring codes for a number at most this many steps from their
-middle. So errors below it change no code. On SmolLM2 no code changes in float32, and 5 % at most in bfloat16
-(benchmarks/replay_gap.py --part codes). A number of other weights moves by this much more than half a
-step."""
+middle. A number of other weights moves by this much more than half a step."""
+NO_STEP = 2.0**-5
+"""The smallest numbers of fp8 are closer together than float error, and count as near: their check bits would
+move others. In units of the scale, so that fp8 alone has such steps."""
 
 
 def quantize(
@@ -87,26 +88,66 @@ def dequantize(
 
 
 def record_of(
-    codes: UInt8[Tensor, "*lead byte"], scales: BFloat16[Tensor, "*lead scale"], kv_dtype: str
+    codes: UInt8[Tensor, "*lead byte"],
+    scales: BFloat16[Tensor, "*lead scale"],
+    kv_dtype: str,
+    group: int,
 ) -> UInt8[Tensor, "*lead record"]:
-    """Return what tells the codes of a vector apart from their neighbours: their last bits, and the scale."""
-    bits = _each(codes, kv_dtype) & 1
+    """Return what tells the codes of a vector apart from their neighbours: check bits, and a byte of a scale.
+
+    The last bits of each `group` of codes are known up to a few of them to a learner, which has the numbers
+    again but for its float error. Of them it is enough to keep the check bits of an extended Hamming code
+    (Slepian and Wolf, 10.1109/TIT.1973.1055037). A group of one keeps the bit itself.
+
+    Args:
+        group: a power of two, `group_of` the cache.
+    """
+    bits = _check_bits(_each(codes, kv_dtype) & 1, group).flatten(-2)
     bits = F.pad(bits, (0, -bits.shape[-1] % 8))
     bits = bits.view(*bits.shape[:-1], -1, 8)
     packed = (bits << torch.arange(8, device=bits.device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    return torch.cat([packed, scales.view(torch.uint8)], dim=-1)
+    return torch.cat([packed, (scales.view(torch.int16) & 255).to(torch.uint8)], dim=-1)
+
+
+def group_of(kv_dtype: str, dtype: torch.dtype) -> int:
+    """Return how many codes share check bits in a cache of numbers of this dtype: as many as replay allows.
+
+    The gap is then about that of a bit for each code (benchmarks/replay_gap.py --part codes). In float32 few
+    numbers are rounded otherwise, in 16 bit few of int4; those of int8 and fp8 are off by about half a step.
+    """
+    if dtype.itemsize > 2:
+        return 64
+    return 16 if kv_dtype == "int4" else 1
+
+
+def _check_bits(bits: Tensor, group: int) -> Tensor:
+    """Return the parity of each group of bits, and those of the halves by each bit of the position."""
+    if group == 1:
+        return bits[..., None]
+    bits = F.pad(bits, (0, -bits.shape[-1] % group)).unflatten(-1, (-1, group))
+    place = torch.arange(group, device=bits.device)
+    halves = place[:, None] >> torch.arange(group.bit_length() - 1, device=bits.device) & 1
+    counts = bits.float() @ F.pad(halves, (1, 0), value=1).float()  # at most 64, exact in 16 bit too
+    return counts.to(torch.uint8) & 1
 
 
 def quantized(
-    vectors: Float[Tensor, "*lead dim"], kv_dtype: str, record: UInt8[Tensor, "*lead record"] | None = None
+    vectors: Float[Tensor, "*lead dim"],
+    kv_dtype: str,
+    record: UInt8[Tensor, "*lead record"] | None = None,
+    group: int = 1,
 ) -> Float[Tensor, "*lead dim"]:
     """Return the vectors as a quantized cache gives them back; their gradient goes straight through.
 
     Args:
         record: `record_of` the sampler's codes. The result is then theirs if the vectors are off by less
-            than `NEAR_MIDDLE` steps. One whose scale is another is rounded by itself. None: all are.
+            than `NEAR_MIDDLE` steps, and if no group has more than three numbers that are rounded
+            otherwise, which must be those nearest to the middle. A group whose check bits nothing of that
+            kind explains is rounded without them, to the recorded scale. A vector whose scale is another is
+            rounded by itself. None: all are.
+        group: that of `record_of`.
     """
-    out: Tensor = _Quantized.apply(vectors, kv_dtype, record)  # type: ignore[no-untyped-call]
+    out: Tensor = _Quantized.apply(vectors, kv_dtype, record, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -114,49 +155,88 @@ class _Quantized(torch.autograd.Function):
     """Not x + (r - x).detach(), which is not r in 16 bit."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, kv_dtype: str, record: Tensor | None) -> Tensor:
+    def forward(ctx: Any, vectors: Tensor, kv_dtype: str, record: Tensor | None, group: int) -> Tensor:
         codes, scales = quantize(vectors, kv_dtype)
         own = dequantize(codes, scales, kv_dtype, vectors.dtype)
-        return own if record is None else _by_record(vectors, own, scales.float(), kv_dtype, record)
+        return own if record is None else _by_record(vectors, own, scales, kv_dtype, record, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return upstream, None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        return upstream, None, None, None
 
 
-def _by_record(vectors: Tensor, own: Tensor, own_scales: Tensor, kv_dtype: str, record: Tensor) -> Tensor:
-    """Return the nearest numbers, of two about as near the recorded ones; `own` if the scale is another."""
-    dim, n_scales = vectors.shape[-1], 2 if kv_dtype == "int4" else 1
-    packed, scale_bytes = record[..., : -(-dim // 8)], record[..., -SCALE_DTYPE.itemsize * n_scales :]
-    bits = (packed[..., None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1).flatten(-2)
-    scales = scale_bytes.contiguous().view(SCALE_DTYPE).float()
+def _by_record(
+    vectors: Tensor, own: Tensor, own_scales: Tensor, kv_dtype: str, record: Tensor, group: int
+) -> Tensor:
+    """Return the nearest numbers, or the others where the check bits say so; `own` at another scale."""
+    n_scales = own_scales.shape[-1]
+    scales = nearest_scales(record[..., -n_scales:], own_scales).float()
     wide = vectors.float() - (scales[..., 1:] if kv_dtype == "int4" else 0.0)
-    place = _divided(wide, scales[..., :1])
-    least, most = {"int8": (-127, 127), "fp8": (-126, 126), "int4": (0, 15)}[kv_dtype]
-    if kv_dtype == "fp8":  # ordered by their size, of which the sign is taken apart
-        code = place.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
-        number = torch.where(code < 128, code, 128 - code)
+    most = LARGEST_CODE[kv_dtype]
+    place = _divided(wide, scales[..., :1]).clamp(0.0 if kv_dtype == "int4" else -most, most)
+    if kv_dtype == "fp8":
+        code = place.to(torch.float8_e4m3fn).view(torch.uint8)
+        number = torch.where(code < 128, code.int(), 128 - code.int())  # ordered, of both signs
+        nearest = _fp8_values(number)
+        other = (number + torch.where(place >= nearest, 1, -1)).clamp(-126, 126)
+        step = _fp8_values(other) - nearest  # 0 beyond the last code
+        to_middle = step.abs() / 2 - (place - nearest).abs()
+        is_near = (to_middle <= NEAR_MIDDLE * step.abs().clamp(min=NO_STEP)) & (step != 0)
     else:
-        number = place.round().clamp(least, most).int()
-    nearest = _values(number, kv_dtype)
-    other = (number + torch.where(place >= nearest, 1, -1)).clamp(least, most)
-    step = _values(other, kv_dtype) - nearest
-    # Beyond the last code both are one, and the step is 0.
-    is_other = ((place - nearest) / step >= 0.5 - NEAR_MIDDLE) & ((number & 1) != bits[..., :dim])
+        nearest = place.round()
+        code = nearest.to(torch.int8).view(torch.uint8)
+        step = torch.where(place >= nearest, 1.0, -1.0)
+        to_middle = 0.5 - (place - nearest).abs()
+        is_near = to_middle <= NEAR_MIDDLE
+    checks = _check_bits(code & 1, group)
+    bits = record[..., :-n_scales, None] >> torch.arange(8, device=record.device, dtype=torch.uint8) & 1
+    checks = checks ^ bits.flatten(-2)[..., : checks.shape[-2:].numel()].view_as(checks)
+    if group == 1:
+        is_other = is_near & checks[..., 0].bool()
+    else:
+        is_other = _flipped(to_middle.masked_fill(~is_near, torch.inf), checks)
     values = torch.where(is_other, nearest + step, nearest) * scales[..., :1]
     values = values + scales[..., 1:] if kv_dtype == "int4" else values
-    error = (own_scales - scales).abs() / scales[..., :1]
+    error = (own_scales.float() - scales).abs() / scales[..., :1]
     is_same = error[..., :1] <= SAME_SCALE[kv_dtype]
     if kv_dtype == "int4":
         is_same &= error[..., 1:] <= SAME_ZERO
     return torch.where(is_same, values.to(vectors.dtype), own)
 
 
-def _values(numbers: Tensor, kv_dtype: str) -> Tensor:
+def _flipped(to_middle: Float[Tensor, "*lead dim"], checks: UInt8[Tensor, "*lead group bit"]) -> Tensor:
+    """Return the most likely flips that explain the check bits of each group, True where a code is another.
+
+    An even number of flips is taken for the two that are nearest to the middle together, an odd one for one,
+    or for the nearest and two more. It is none if a number of infinite distance would have to flip.
+    """
+    dim, group = to_middle.shape[-1], 1 << checks.shape[-1] - 1
+    cost = F.pad(to_middle, (0, -dim % group), value=torch.inf).unflatten(-1, (-1, group))
+    is_odd = checks[..., :1] == 1
+    at = (checks[..., 1:].long() << torch.arange(checks.shape[-1] - 1, device=checks.device)).sum(-1, True)
+    least, first = cost.min(-1, keepdim=True)
+    apart = torch.where(is_odd, at ^ first, at)  # of two more, whose positions differ in these bits
+    pair, second = (cost + cost.gather(-1, torch.arange(group, device=at.device) ^ apart)).min(-1, True)
+    one, three = cost.gather(-1, at), least + pair
+    is_one, total = is_odd & (one <= three), torch.where(is_odd, torch.minimum(one, three), pair)
+    flips = torch.cat([at, first, second, second ^ apart], dim=-1)
+    is_flip = torch.cat([is_one, is_odd & ~is_one, ~is_one, ~is_one], dim=-1) & total.isfinite()
+    # Two flips of one number are none: where the check bits are 0, and never where the nearest is the third.
+    found = torch.zeros_like(cost, dtype=torch.uint8).scatter_add_(-1, flips, is_flip.to(torch.uint8)) & 1
+    return found.bool().flatten(-2)[..., :dim]
+
+
+def nearest_scales(low_bytes: Tensor, own: Tensor) -> Tensor:
+    """Return the numbers with these low bytes that are nearest to the own ones, and of the same sign."""
+    bits = own.view(torch.int16).int()
+    size = bits & 0x7FFF
+    size = (size + (low_bytes.int() - size + 128 & 255) - 128).clamp(0, 0x7F7F)
+    return (size | bits & ~0x7FFF).to(torch.int16).view(SCALE_DTYPE)
+
+
+def _fp8_values(numbers: Tensor) -> Tensor:
     """Return what the codes of these numbers stand for, without the scale."""
-    if kv_dtype != "fp8":
-        return numbers.float()
     return torch.where(numbers < 0, 128 - numbers, numbers).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
@@ -173,6 +253,6 @@ def quantized_bytes(dim: int, kv_dtype: str | None, dtype: torch.dtype) -> int:
     return n_codes + n_scales * SCALE_DTYPE.itemsize
 
 
-def record_bytes(dim: int, kv_dtype: str) -> int:
+def record_bytes(dim: int, kv_dtype: str, group: int) -> int:
     """Return the bytes of a vector's `record_of`."""
-    return -(-dim // 8) + SCALE_DTYPE.itemsize * (2 if kv_dtype == "int4" else 1)
+    return -(-(-(-dim // group) * group.bit_length()) // 8) + (2 if kv_dtype == "int4" else 1)

@@ -311,6 +311,11 @@ class SlotCache(Cache):
         return stacked
 
     @property
+    def code_group(self) -> int:
+        """Codes that share check bits in `codes`; after the first feed."""
+        return max(layer.codes.group for layer in self.slot_layers if layer.codes is not None)
+
+    @property
     def kv_bytes(self) -> int:
         """Most bytes of pools and states at a time: those of the first feed, unless a dense cache grew."""
         found = sum(layer.kv_bytes for layer in self.slot_layers)

@@ -15,6 +15,8 @@ class CodeRecord:
     def __init__(self, n_rows: int, seq_len: int) -> None:
         self.buffer: UInt8[Tensor, "row seq+1 kv_head byte"] | None = None
         """None before the first feed."""
+        self.group = 1
+        """Codes that share check bits, from the first feed on."""
         self._shape = n_rows, seq_len + 1
 
     @property
@@ -24,8 +26,9 @@ class CodeRecord:
         n_heads, n_bytes = self.buffer.shape[2:]
         return n_heads, n_bytes
 
-    def write_feed(self, feed: Feed, record: UInt8[Tensor, "batch new kv_head byte"]) -> None:
+    def write_feed(self, feed: Feed, record: UInt8[Tensor, "batch new kv_head byte"], group: int) -> None:
         """Write the record of given tokens to their columns."""
+        self.group = group
         if self.buffer is None:
             self.buffer = record.new_zeros(*self._shape, *record.shape[2:])
         if feed.n_samples > 1:  # the first of them has read the earlier chunks

@@ -151,7 +151,7 @@ class SlotLayer(CacheLayerMixin):
                 if self.cache.incoming is None:
                     self.codes.write(self.cache.written, record)
                 else:
-                    self.codes.write_feed(self.cache.incoming, record)
+                    self.codes.write_feed(self.cache.incoming, record, new_key.code_group)
             return step(query, new_key, new_value, scaling, softcap)
 
     def _feed(self, query: Tensor, key: Slots, value: Slots, scaling: float, softcap: float | None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from lit_rlkv.kernels.quantization import dequantize, quantize, record_of
+from lit_rlkv.kernels.quantization import dequantize, group_of, quantize, record_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,13 @@ class Slots:
         """Return the record of the codes, by which a learner finds them again."""
         assert self.kv_dtype is not None
         codes, scales = self.parts
-        return record_of(codes, scales, self.kv_dtype)
+        return record_of(codes, scales, self.kv_dtype, self.code_group)
+
+    @property
+    def code_group(self) -> int:
+        """Codes that share check bits in the record."""
+        assert self.kv_dtype is not None
+        return group_of(self.kv_dtype, self.dtype)
 
     def map(self, change: Callable[..., Tensor], *others: "Slots") -> "Slots":
         """Return `change` of each part, and of the same part of the others."""

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.kernels.quantization import quantized_bytes, record_bytes
+from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
@@ -37,7 +37,7 @@ def rollout_needs(
     prompts_shape: tuple[int, int],
     settings: RolloutConfig,
     group: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, int]:
     """Return the bytes that `generate` needs beside the model, by what they are for, the largest first.
 
@@ -47,8 +47,9 @@ def rollout_needs(
     Args:
         prompts_shape: prompts at a time, and tokens of the longest one.
         group: responses to each prompt.
-        dtype: of activations and cache.
+        dtype: of activations and cache; None: that of the model, or of autocast.
     """
+    dtype = compute_dtype(model) if dtype is None else dtype
     config, kinds = text_config(model), [kind for kind in layer_kinds(model) if kind.attends]
     n_prompts, n_prompt_columns = prompts_shape
     n_columns = n_prompt_columns + settings.max_new_tokens
@@ -82,7 +83,7 @@ def rollout_needs(
         n_query_heads = int(config.num_attention_heads)
         needs["latest queries"] = len(kinds) * n_rows * n_query_heads * cache.window * dim * itemsize
     if cache.dtype is not None:
-        n_bytes = 2 * record_bytes(dim, cache.dtype)
+        n_bytes = 2 * record_bytes(dim, cache.dtype, group_of(cache.dtype, dtype))
         needs["record of codes"] = len(kinds) * (n_rows + n_ended) * n_heads * n_columns * n_bytes
         needs["numbers of a layer's codes"] = 2 * max(slots) * n_rows * n_heads * dim * itemsize
     if settings.replay_routing:
@@ -108,3 +109,9 @@ def _slots(cache: CacheSpec, kinds: Sequence[LayerKind], n_columns: int, n_promp
         own = cache.n_slots(n_columns, n_prompt, next(budgets) if kind.in_profile else None)
         found.append(own if kind.window is None or kind.window >= n_columns else kind.window)
     return found
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of activations and cache."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype

@@ -13,7 +13,14 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import AUTO
-from lit_rlkv.experience.memory_needs import CACHE, RECORDS, SETTINGS, rollout_needs
+from lit_rlkv.experience.memory_needs import (
+    CACHE,
+    RECORDS,
+    SETTINGS,
+    compute_dtype,
+    explain_code_record,
+    rollout_needs,
+)
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
 from lit_rlkv.models.pass_bytes import PassBytes
@@ -171,6 +178,8 @@ def free_memory(run: Run, module: nn.Module) -> int:
 def check_rollout_memory(run: Run, backbone: PreTrainedModel) -> None:
     """Check that the memory there is suffices for the cache and the records of a rollout alone.
 
+    A warning says so where the codes of a quantized cache save less than their record takes.
+
     Prompts count as the shortest, and a dense cache, which grows, as it is at first.
 
     Raises:
@@ -181,8 +190,9 @@ def check_rollout_memory(run: Run, backbone: PreTrainedModel) -> None:
     most = FIRST_TOKENS if cache.is_dense else cfg.rollout.max_new_tokens
     settings = replace(cfg.rollout, max_new_tokens=min(most, cfg.rollout.max_new_tokens))
     n_prompts = cfg.rollout.n_prompts // (cfg.rollout.n_shards or run.fabric.world_size)
+    asked = cache, (n_prompts, min(run.sizes.prompts)), settings, group_size
     with run.fabric.autocast():
-        needs = rollout_needs(backbone, cache, (n_prompts, min(run.sizes.prompts)), settings, group_size)
+        needs, warning = rollout_needs(backbone, *asked), explain_code_record(backbone, *asked)
     sizes = {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
     there = available_memory(run.fabric.device)
     if "rl" in cfg.stages and sum(sizes.values()) > there:
@@ -191,6 +201,8 @@ def check_rollout_memory(run: Run, backbone: PreTrainedModel) -> None:
             f"a rollout of {group_size} responses to each of {n_prompts} prompts needs at least "
             f"{', '.join(parts)}, more than the {human_bytes(there)} of memory here"
         )
+    if "rl" in cfg.stages and warning is not None:
+        log.warning(warning)
 
 
 def available_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
-from lit_rlkv.experience.memory_needs import keeping_less
+from lit_rlkv.planning.advice import keeping_less
 from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head

@@ -73,14 +73,17 @@ def test_the_learner_with_the_record_of_the_codes_is_the_one_that_quantizes_like
     spec = CacheSpec("h2o", budget=8, interval=3, sink=1, window=3)
     for dtype in KV_DTYPES:
         row = codes.measure(model, prompts, replace(spec, dtype=dtype), 20)
-        assert row["gap"]["max"] < 1e-5 < row["unrounded"]["max"]
-        assert row["gap_moved"] <= row["by_itself_moved"] < 0.5
-        assert len(row["gap_moved_by_layer"]) == 4
+        found = row["learners"]
+        assert row["group"] == 64
+        assert found["64"]["max"] == row["gap"]["max"]
+        assert max(found[str(group)]["max"] for group in codes.GROUPS) < 1e-5 < found[codes.UNROUNDED]["max"]
+        assert max(found[str(group)]["apart"] for group in codes.GROUPS) <= found[codes.ALONE]["apart"] < 0.5
 
 
 def test_rows_of_the_codes_are_those_of_the_page():
     rows = [row for row in record.rows(codes.NAME) if row["cell"]["block"] == "replay"]
     text = (record.ROOT / "docs" / "results" / "pretrained.md").read_text(encoding="utf-8")
-    assert len(codes.table(rows).splitlines()) == 1 + len(rows) == 17
-    for row in rows:
-        assert f"| {row['gap']['mean']:.1e} | {row['gap']['max']:.1e} |" in text
+    assert len(rows) == 8
+    assert len(codes.table(rows).splitlines()) == 1 + 2 * (1 + 3 * 5)
+    for found in (found for row in rows for found in row["learners"].values()):
+        assert "| {mean:.1e} | {p99:.1e} | {max:.1e} |".format(**found) in text

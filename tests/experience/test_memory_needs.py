@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.experience import memory_needs
 from lit_rlkv.experience.memory_needs import (
     SETTINGS,
+    explain_code_record,
     explain_rollout,
     explain_scoring,
     explain_update,
@@ -93,6 +95,21 @@ def test_the_bytes_of_the_cache_are_those_of_a_rollout(arm, max_rows, dtype):
         assert rollout.record.part_bytes["codes"] <= found(data.settings, "record of codes")
         whole = make_datamodule(roles, ARMS[arm], SPEC, rollout={"max_rows": max_rows}).collect().rollout
         assert found(data.settings, "numbers of a layer's codes") == whole.kv_bytes / 2  # of two layers
+
+
+def test_a_record_of_codes_that_takes_more_than_they_save_is_told():
+    # 2 layers of 2 KV heads, 16 rows of 9 slots: int8 saves 8 · 4 − (8 + 2) bytes of a key, and of a value.
+    # Its record is 1 + 1 byte of each in 32 rows, and in 16 bit 1 byte and the scale's again.
+    def warning(n_new: int, **changes: Any) -> str | None:
+        settings = replace(SAMPLING, max_new_tokens=n_new)
+        return explain_code_record(make_model(), replace(SPEC, **changes), (4, 6), settings, GROUP)
+
+    saved, of_a_column = 2 * 2 * 16 * 9 * 2 * (32 - 10), 2 * 2 * 32 * 2 * 2
+    last = saved // of_a_column
+    assert warning(last - 6, dtype="int8") is None
+    assert f"rows of more than {last} tokens" in warning(last - 6 + 1, dtype="int8")
+    assert warning(1000, dtype=None) is None
+    assert warning(1000, policy="dense", dtype="int8") is None
 
 
 def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():

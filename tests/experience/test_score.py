@@ -80,8 +80,8 @@ def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass, 
 @pytest.mark.parametrize("stacks_passes", [False, True])
 def test_only_views_of_the_sampler_are_rounded(stacks_passes: bool):
     *rows, n_columns = rollout().evicted_at.shape
-    record = torch.zeros(*rows, 2 * record_bytes(8, "int4"), n_columns, dtype=torch.uint8)
-    rounded = rollout().with_record(codes=Codes("int4", record))
+    record = torch.zeros(*rows, 2 * record_bytes(8, "int4", 64), n_columns, dtype=torch.uint8)
+    rounded = rollout().with_record(codes=Codes("int4", 64, record))
     views = VIEWS["as a replaying learner asks"] | {"policy": True}
     settings = {"temperature": TEMPERATURE, "stacks_passes": stacks_passes}
     found = score_rollout(roles_of("hydra"), rounded, views, **settings)

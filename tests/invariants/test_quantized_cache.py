@@ -36,11 +36,8 @@ def in_double(family: str = "qwen3") -> PreTrainedModel:
 
 
 def by_itself(rollout: Rollout) -> Rollout:
-    """The rollout for a learner that rounds without the record of the codes: no scale is like one of 0.
-
-    It has bytes for a record of each dtype.
-    """
-    return with_codes(rollout, record=0 * rollout.record.codes.record.repeat(1, 1, 1, 2, 1))
+    """The rollout for a learner that rounds without the record of the codes."""
+    return with_codes(rollout, record=rollout.record.codes.record[..., :0, :])
 
 
 def with_codes(rollout: Rollout, **changes: Any) -> Rollout:

@@ -8,6 +8,8 @@ from lit_rlkv.kernels.quantization import (
     KV_DTYPES,
     NEAR_MIDDLE,
     dequantize,
+    group_of,
+    nearest_scales,
     quantize,
     quantized,
     quantized_bytes,
@@ -15,6 +17,7 @@ from lit_rlkv.kernels.quantization import (
     record_of,
 )
 
+GROUPS = (1, 16, 64)
 STEPS: dict[str, float] = {"int8": 1 / 127, "fp8": 2.0**-3, "int4": 2 / 15}
 """Distance of neighbouring numbers at most, relative to the largest one of a vector."""
 
@@ -97,18 +100,96 @@ def test_gradients_go_straight_through(kv_dtype: str):
     assert torch.equal(x.grad, weight)
 
 
-@pytest.mark.parametrize("dim", [64, 20])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dim", [128, 20])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_the_record_gives_the_codes_back_after_float_error(kv_dtype: str, dim: int):
+def test_the_record_gives_the_codes_back_after_float_error(kv_dtype: str, dim: int, group: int):
     x = draw(500, dim)
+    x = x.where(x.abs() > 0.1, x.sign())  # the steps of fp8 near 0 are below float error
     codes, scales = quantize(x, kv_dtype)
-    record = record_of(codes, scales, kv_dtype)
-    assert record.shape[-1] == record_bytes(dim, kv_dtype)
+    record = record_of(codes, scales, kv_dtype, group)
+    assert record.shape[-1] == record_bytes(dim, kv_dtype, group)
     expected = dequantize(codes, scales, kv_dtype, torch.float32)
-    assert torch.equal(quantized(x, kv_dtype, record), expected)
-    moved = x + 1e-6 * draw(dim, 500).T
-    assert torch.equal(quantized(moved, kv_dtype, record), expected)
-    assert not torch.equal(quantized(x, kv_dtype, record.roll(1, dims=0)), expected)
+    assert torch.equal(quantized(x, kv_dtype, record, group), expected)
+    moved = x + 1e-5 * draw(dim, 500).T
+    assert torch.equal(quantized(moved, kv_dtype, record, group), expected)
+    assert not torch.equal(quantized(moved, kv_dtype), expected)
+    assert not torch.equal(quantized(moved, kv_dtype, record.roll(1, dims=0), group), expected)
+
+
+def near_middle(generator: torch.Generator, flips: list[int], depth: float) -> tuple[Tensor, Tensor]:
+    """Numbers of the sampler and the learner of a vector of 64 in int8, with scale 1.
+
+    They are a quarter of a step from a middle, but those that flip, which are `depth` from it on either side.
+    """
+    codes = torch.randint(-99, 99, (64,), generator=generator).float()
+    learner = codes + 0.26
+    learner[flips] = codes[flips] + 0.5 - depth
+    sampler = learner.clone()
+    sampler[flips] = codes[flips] + 0.5 + depth
+    for x in (sampler, learner):
+        x[0] = 127.0
+    return sampler, learner
+
+
+def corrected(sampler: Tensor, learner: Tensor, group: int) -> Tensor:
+    return quantized(learner, "int8", record_of(*quantize(sampler, "int8"), "int8", group), group)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_single_flip_and_every_pair_is_corrected(group: int):
+    generator = torch.Generator().manual_seed(0)
+    flips = [[i] for i in range(1, 64)] + [[i, j] for i in range(1, 64) for j in range(1, i)]
+    cases = [near_middle(generator, each, 0.01) for each in flips]
+    sampler, learner = (torch.stack(each) for each in zip(*cases, strict=True))
+    expected = quantized(sampler, "int8")
+    assert (quantized(learner, "int8") != expected).sum(-1).tolist() == [len(each) for each in flips]
+    assert torch.equal(corrected(sampler, learner, group), expected)
+
+
+def test_three_flips_of_a_group_are_corrected_if_one_is_the_nearest_and_four_are_not():
+    # 3 ^ 17 ^ 40 ^ 41 = 19: taken for two flips, one of the four and its partner by 19, such as 3 and 16
+    for flips, n_wrong in (([3, 17, 40], 0), ([3, 17, 40, 41], 3 + 1)):
+        sampler, learner = near_middle(torch.Generator().manual_seed(0), flips, 0.01)
+        found = (corrected(sampler, learner, 64) != quantized(sampler, "int8")).sum()
+        assert found == n_wrong
+
+
+def test_check_bits_that_no_near_number_explains_change_nothing():
+    sampler, learner = near_middle(torch.Generator().manual_seed(0), [5], 0.01)
+    far = learner.where(torch.arange(64) == 0, learner.round() + 0.1)
+    assert torch.equal(corrected(sampler, far, 64), quantized(far, "int8"))
+    assert not torch.equal(corrected(sampler, far, 64), quantized(sampler, "int8"))
+
+
+def test_the_largest_number_of_fp8_has_no_other_code_and_explains_nothing():
+    # scale 1: steps of 8 at 104 and of 1 at 12; number 5 flips, though 0, 8 and 13 = 0 ^ 5 ^ 8 are nearer
+    learner = torch.full((64,), 104.0)
+    learner[[0, 5, 8, 13]] = torch.tensor([448.0, 104 + 2.5, 12.4, 12.4])
+    sampler = learner.clone()
+    sampler[5] = 104 + 5.5
+    record = record_of(*quantize(sampler, "fp8"), "fp8", 64)
+    assert torch.equal(quantized(learner, "fp8", record, 64), quantized(sampler, "fp8"))
+    assert not torch.equal(quantized(learner, "fp8"), quantized(sampler, "fp8"))
+
+
+@pytest.mark.parametrize("n_flipped", range(1, 9))
+def test_a_wrong_check_bit_gives_wrong_codes(n_flipped: int):
+    x = draw(500, 64)
+    record = record_of(*quantize(x, "int8"), "int8", 64)
+    record[:, 0] ^= n_flipped
+    assert (quantized(x, "int8", record, 64) != quantized(x, "int8")).any(-1).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_scales_come_back_from_their_low_bytes(kv_dtype: str):
+    codes, scales = quantize(draw(500, 64) * torch.logspace(-20, 20, 500)[:, None], kv_dtype)
+    ulps = torch.tensor([-100, -3, 0, 3, 100])[:, None, None]
+    own = (scales.view(torch.int16) + ulps).to(torch.int16).view(torch.bfloat16)
+    low = record_of(codes, scales, kv_dtype, 64)[:, -scales.shape[-1] :]
+    assert torch.equal(nearest_scales(low, own), scales.expand_as(own))
+    zeros = torch.zeros(1, dtype=torch.bfloat16)
+    assert nearest_scales(torch.tensor([255], dtype=torch.uint8), zeros).isfinite().all()
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
@@ -119,20 +200,42 @@ def test_the_record_bears_errors_below_its_share_of_a_step(kv_dtype: str):
     expected = dequantize(codes, scales, kv_dtype, torch.float32)
     for share, is_right in ((0.99 * NEAR_MIDDLE, True), (1.5 * NEAR_MIDDLE, False)):
         moved = x + share * step * draw(64, 500).T.sign()
-        found = quantized(moved, kv_dtype, record_of(codes, scales, kv_dtype))
+        found = quantized(moved, kv_dtype, record_of(codes, scales, kv_dtype, 1), 1)
         assert torch.equal(found, expected) == is_right
         assert not torch.equal(quantized(moved, kv_dtype), expected)
 
 
+def test_sixteen_codes_of_4_bits_bear_the_error_of_16_bit():
+    x = draw(2000, 128)
+    codes, scales = quantize(x, "int4")
+    expected = dequantize(codes, scales, "int4", torch.float32)
+    moved = x + 0.03 * scales[..., :1].float() * draw(128, 2000).T
+    by_group = [
+        (quantized(moved, "int4", record_of(codes, scales, "int4", group), group) != expected).float().mean()
+        for group in (16, 64)
+    ]
+    alone = (quantized(moved, "int4") != expected).float().mean()
+    assert 10 * by_group[0] < by_group[1] < 0.1 * alone  # 4 of 64 numbers flip, 1 of 16
+
+
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_the_record_keeps_the_error_of_other_weights_small(kv_dtype: str):
+def test_the_record_keeps_the_error_of_other_weights_small(kv_dtype: str, group: int):
     x = draw(500, 64)
     codes, scales = quantize(x, kv_dtype)
     step = scales[..., :1].float() * (1 if kv_dtype != "fp8" else 32)  # the largest of fp8
     other = x + step * draw(64, 500).T.clamp(-1, 1)
-    error = quantized(other, kv_dtype, record_of(codes, scales, kv_dtype)) - other
+    error = quantized(other, kv_dtype, record_of(codes, scales, kv_dtype, group), group) - other
     alone = quantized(other, kv_dtype) - other
     assert 1 < error.norm() / alone.norm() < 1.5  # 2 if the bit decided for all numbers
+
+
+def test_the_bytes_of_a_record_match_hand_arithmetic():
+    # 128 bits; 8 groups with 5 check bits; 2 with 7; beside a scale, or a scale and a zero, of a byte each
+    assert [record_bytes(128, "int8", group) for group in GROUPS] == [17, 6, 3]
+    assert [record_bytes(128, "int4", group) for group in GROUPS] == [18, 7, 4]
+    kinds = torch.float32, torch.bfloat16
+    assert [[group_of(each, dtype) for each in KV_DTYPES] for dtype in kinds] == [[64] * 3, [1, 1, 16]]
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -148,8 +251,9 @@ def test_an_odd_number_of_dimensions_is_refused_in_four_bits():
     assert quantized(draw(7), "int8").shape == (7,)
 
 
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_vector_of_other_weights_is_rounded_by_itself(kv_dtype: str):
+def test_a_vector_of_other_weights_is_rounded_by_itself(kv_dtype: str, group: int):
     x = draw(200, 64)
-    record = record_of(*quantize(x, kv_dtype), kv_dtype)
-    assert torch.equal(quantized(1.5 * x, kv_dtype, record), quantized(1.5 * x, kv_dtype))
+    record = record_of(*quantize(x, kv_dtype), kv_dtype, group)
+    assert torch.equal(quantized(1.5 * x, kv_dtype, record, group), quantized(1.5 * x, kv_dtype))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.experience.memory_needs import rollout_needs
+from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models import prepare_backbone

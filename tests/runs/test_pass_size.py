@@ -249,6 +249,16 @@ def test_a_rollout_whose_cache_and_records_exceed_the_memory_is_refused(
     check_rollout_memory(make_context(tmp_path, *options, "stages=[sft]"), backbone)
 
 
+@pytest.mark.parametrize(("n_new", "is_told"), [(8, False), (900, True)])
+def test_a_record_of_codes_that_does_not_pay_is_told_once(tmp_path, caplog, n_new, is_told):
+    options = ["cache.dtype=int8", f"rollout.max_new_tokens={n_new}"]
+    check_rollout_memory(make_context(tmp_path, *options), make_model())
+    assert ("the record of its codes takes" in caplog.text) == is_told
+    caplog.clear()
+    check_rollout_memory(make_context(tmp_path, *options, "stages=[sft]"), make_model())
+    assert caplog.text == ""
+
+
 def test_a_limit_of_the_address_space_counts_as_memory():
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + GIB, before[1]))
