@@ -47,7 +47,9 @@ def _parse(arguments: Sequence[str]) -> PlanArguments:
     own |= given
     n_prompt = int(own["prompt"]) if own["prompt"].isdecimal() else 0
     if not Range(least=1, most=2**24).holds(n_prompt):
-        raise ConfigError(f"prompt must be the tokens of a prompt, got {own['prompt']}; give such as prompt={PROMPT}")
+        raise ConfigError(
+            f"prompt must be the tokens of a prompt, got {own['prompt']}; give such as prompt={PROMPT}"
+        )
     cfg, hydra_cfg = compose_arguments("config", overrides)
     check_keys(cfg, Choices(dict(hydra_cfg.runtime.choices), tuple(overrides)).options, overrides)
     config = parse_config(cfg)
@@ -91,7 +93,9 @@ def plan(asked: PlanArguments) -> None:
     if asked.as_json:
         print(json.dumps(as_values(planner, rows, chosen, changes), indent=1))
     else:
-        Console(soft_wrap=True).print(screen(planner, rows, chosen, changes, command), markup=False, highlight=False)
+        Console(soft_wrap=True).print(
+            screen(planner, rows, chosen, changes, command), markup=False, highlight=False
+        )
     if not chosen.fits:
         sys.exit(1)
     if asked.to is not None:

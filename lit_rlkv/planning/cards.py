@@ -87,7 +87,9 @@ def _own_card() -> Card:
         return Card("this machine's CPU", machine_memory(), is_gpu=False)
     name = torch.cuda.get_device_name()
     memory = int(torch.cuda.get_device_properties(0).total_memory)
-    like = next((card for one, card in sorted(CARDS.items(), reverse=True) if _plain(one) in _plain(name)), None)
+    like = next(
+        (card for one, card in sorted(CARDS.items(), reverse=True) if _plain(one) in _plain(name)), None
+    )
     return Card(name, memory) if like is None else replace(like, name=name, memory=memory)
 
 

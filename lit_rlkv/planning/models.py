@@ -51,9 +51,13 @@ def roles_of(cfg: Config) -> Roles:
         return Roles(
             settings.layout,
             load,
-            lora=LoraSpec(settings.rank, settings.alpha, targets if isinstance(targets, str) else list(targets)),
+            lora=LoraSpec(
+                settings.rank, settings.alpha, targets if isinstance(targets, str) else list(targets)
+            ),
             needed=needed,
-            reward_head=ScalarHead(text_config(first).hidden_size).state_dict() if needed & {*CRITICS} else None,
+            reward_head=ScalarHead(text_config(first).hidden_size).state_dict()
+            if needed & {*CRITICS}
+            else None,
         )
 
 

@@ -89,7 +89,9 @@ def rollout_needs(
     if settings.replay_routing:
         routers = routers_of(model)
         n_experts = len(routers) * max(router.k for router in routers)
-        needs["record of experts"] = n_experts * (n_rows + n_ended) * n_columns * expert_dtype(routers).itemsize
+        needs["record of experts"] = (
+            n_experts * (n_rows + n_ended) * n_columns * expert_dtype(routers).itemsize
+        )
     if settings.top_k is not None:
         n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES

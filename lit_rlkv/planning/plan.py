@@ -126,7 +126,10 @@ class Planner:
         """The weights of linear layers that are quantized; an output head is not."""
         if self.cfg.fabric.quantization is None:
             return set()
-        heads = {id(self.roles.named_backbone(name).get_output_embeddings().weight) for name in self.roles.backbones}
+        heads = {
+            id(self.roles.named_backbone(name).get_output_embeddings().weight)
+            for name in self.roles.backbones
+        }
         linear = {id(one.weight) for one in self.roles.backbones.modules() if isinstance(one, nn.Linear)}
         adapters = {id(weight) for weight in self.roles.parameters() if weight.requires_grad}
         return linear - heads - adapters
@@ -211,7 +214,9 @@ class Planner:
     def longest(self) -> int:
         """Return the tokens of the longest sequence that the learner takes, to 128; 0: none."""
         lengths = range(0, MAX_TOKENS, 128)
-        n_fitting = bisect(lengths, self.card.usable, key=lambda n: sum(self.update_bytes(1, n or 1).values()))
+        n_fitting = bisect(
+            lengths, self.card.usable, key=lambda n: sum(self.update_bytes(1, n or 1).values())
+        )
         return lengths[max(n_fitting - 1, 0)]
 
     def changes(self, row: Row) -> list[Change]:
@@ -222,7 +227,9 @@ class Planner:
             other = planner.row(planner.cache)
             longest = planner.longest()
             if other.n_rows > row.n_rows or longest > self.longest():
-                it = "it fits: " if other.fits and not row.fits else "" if other.fits else "not enough alone: "
+                it = (
+                    "it fits: " if other.fits and not row.fits else "" if other.fits else "not enough alone: "
+                )
                 found.append(Change(setting, f"{it}{other.n_rows} rows at a time, {longest:,} tokens learn"))
         return found
 
@@ -230,9 +237,15 @@ class Planner:
         cfg, is_gpu = self.cfg, self.card.is_gpu
         roles = cfg.roles
         if not self.checkpoints:
-            yield "roles.gradient_checkpointing=true", replace(cfg, roles=replace(roles, gradient_checkpointing=True))
+            yield (
+                "roles.gradient_checkpointing=true",
+                replace(cfg, roles=replace(roles, gradient_checkpointing=True)),
+            )
         if is_gpu and self.checkpoints != "host":
-            yield "roles.gradient_checkpointing=host", replace(cfg, roles=replace(roles, gradient_checkpointing="host"))
+            yield (
+                "roles.gradient_checkpointing=host",
+                replace(cfg, roles=replace(roles, gradient_checkpointing="host")),
+            )
         if is_gpu and cfg.fabric.quantization is None and not self.trains_all and cfg.model.path is not None:
             yield "fabric.quantization=4bit", replace(cfg, fabric=replace(cfg.fabric, quantization="4bit"))
         if cfg.cache.dtype is None:
@@ -257,7 +270,11 @@ class Planner:
         config = text_config(self.policy)
         n_heads, dim = int(config.num_attention_heads), max(head_dims(self.policy))
         of_key = 2 * n_kv_heads(self.policy) * quantized_bytes(dim, cache.dtype, self.dtype)
-        level = None if cache.is_dense else cache.budget + cache.interval / 2 + self.n_prompt * cache.protect_prompt
+        level = (
+            None
+            if cache.is_dense
+            else cache.budget + cache.interval / 2 + self.n_prompt * cache.protect_prompt
+        )
         keys, n_pairs, n_tokens = 0.0, 0.0, self.cfg.rollout.max_new_tokens
         for kind in (kind for kind in layer_kinds(self.policy) if kind.attends):
             levels = [one for one in (level, kind.window) if one is not None and one < self.n_columns]
@@ -294,4 +311,3 @@ class Planner:
             n_bytes += weight.numel() * size * (1 - (1 - share) ** n_rows if is_expert else 1)
             n_active += weight.numel() * (share if is_expert else 1)
         return int(n_bytes), int(n_active)
-

@@ -16,7 +16,9 @@ LEAST_SHOWN = 2**26
 """Bytes from which a part is named by itself."""
 
 
-def screen(planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str) -> RenderableType:
+def screen(
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str
+) -> RenderableType:
     """Return the plan for people, in about twenty lines.
 
     Args:
@@ -41,7 +43,9 @@ def _title(planner: Planner) -> Iterator[Text]:
     config = text_config(policy)
     n_weights = sum(weight.numel() for name, weight in policy.named_parameters() if "lora_" not in name)
     trained = "all weights" if planner.trains_all else f"LoRA of rank {cfg.roles.rank}"
-    precision = cfg.fabric.precision if cfg.fabric.quantization is None else f"base in {cfg.fabric.quantization}"
+    precision = (
+        cfg.fabric.precision if cfg.fabric.quantization is None else f"base in {cfg.fabric.quantization}"
+    )
     yield Text(
         f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, {config.num_hidden_layers} layers "
         f"of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {planner.checkpoints}"
@@ -58,8 +62,14 @@ def _cells(planner: Planner, row: Row, is_chosen: bool) -> list[str]:
     room = planner.card.usable
     times = ["–"] * 3
     if row.rollout_s is not None and row.update_s is not None:
-        times = [f"{n_tokens / row.rollout_s:,.0f}", human_seconds(row.rollout_s), human_seconds(row.update_s)]
-    peaks = [f"{human_bytes(n)}{' (too much)' if n > room else ''}" for n in map(total, (row.rollout, row.update))]
+        times = [
+            f"{n_tokens / row.rollout_s:,.0f}",
+            human_seconds(row.rollout_s),
+            human_seconds(row.update_s),
+        ]
+    peaks = [
+        f"{human_bytes(n)}{' (too much)' if n > room else ''}" for n in map(total, (row.rollout, row.update))
+    ]
     note = "<- this config" if is_chosen else ""
     return [row.cache.label, str(row.n_rows or "–"), *peaks, *times, note]
 
@@ -82,7 +92,9 @@ def _remarks(planner: Planner) -> Iterator[str]:
         yield "times are planned, from what one H100 reached: within about 30 % on other cards"
 
 
-def as_values(planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change]) -> dict[str, Any]:
+def as_values(
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change]
+) -> dict[str, Any]:
     """Return the plan for programs; sizes are bytes, times seconds."""
     return {
         "card": planner.card.name,

@@ -41,7 +41,13 @@ def by_budget(found):
     return {row["budget"]: row for row in found["rows"]}
 
 
-LONG = ("recipe=llm", "rollout.max_new_tokens=16384", "cache.policy=h2o", "cache.budget=1024", "cache.interval=128")
+LONG = (
+    "recipe=llm",
+    "rollout.max_new_tokens=16384",
+    "cache.policy=h2o",
+    "cache.budget=1024",
+    "cache.interval=128",
+)
 
 
 def test_a_budget_lets_a_card_decode_what_it_cannot_hold_whole(capsys, qwen):
@@ -49,7 +55,9 @@ def test_a_budget_lets_a_card_decode_what_it_cannot_hold_whole(capsys, qwen):
     rows = by_budget(found)
     assert [*rows] == [None, 2048, 1024, 512]
     assert not rows[None]["fits"]
-    assert [rows[budget]["rows"] for budget in (2048, 1024, 512)] == sorted(row["rows"] for row in rows.values())[1:]
+    assert [rows[budget]["rows"] for budget in (2048, 1024, 512)] == sorted(
+        row["rows"] for row in rows.values()
+    )[1:]
     # By hand: 2 · 36 layers · 8 heads · 128 dimensions · 2 bytes a key, 1,152 of them.
     of_row = 2 * 36 * 8 * 128 * 2 * 1152
     assert rows[1024]["rollout_bytes"]["KV cache"] == rows[1024]["rows"] * of_row
@@ -62,7 +70,13 @@ def test_a_budget_lets_a_card_decode_what_it_cannot_hold_whole(capsys, qwen):
 
 
 def test_a_budget_buys_nothing_for_short_responses(capsys, qwen):
-    short = ("recipe=llm", "rollout.max_new_tokens=512", "cache.budget=1024", "cache.interval=128", "prompt=256")
+    short = (
+        "recipe=llm",
+        "rollout.max_new_tokens=512",
+        "cache.budget=1024",
+        "cache.interval=128",
+        "prompt=256",
+    )
     rows = by_budget(planned(capsys, *short, f"model.path={qwen}", "gpu=H100"))
     assert rows[None]["rows"] == rows[1024]["rows"]
     assert rows[None]["rollout_s"] == pytest.approx(rows[1024]["rollout_s"], rel=0.1)

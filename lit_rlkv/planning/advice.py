@@ -2,42 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
-from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.models.packed_linear import packed_size
-from lit_rlkv.models.routing import expert_dtype, routers_of
-from lit_rlkv.rollout.generate import n_concurrent_rows
-from lit_rlkv.types import times_dtype
+from lit_rlkv.planning.needs import CACHE, PREFILL, STEP, rollout_needs
 from lit_rlkv.units import human_bytes
 
-SAMPLING_BYTES = 12
-"""Bytes per logit while a token is sampled: log-prob, noise and probability in float32."""
-SORTING_BYTES = 26
-"""Bytes per logit to choose by `top_p`: sorted logits, ids, probabilities, sums, and bits of the record."""
-KEPT_ID_BYTES = 4
-CACHE = "KV cache"
-RECORDS = ("record of evictions", "record of codes", "record of experts")
-"""Needs of a record: of the rows at a time on a GPU, and on a CPU of all responses beside them."""
 SETTINGS = {
     CACHE: "cache.dtype, cache.budget, cache.protect_prompt or, of a dense one, cache.policy and "
     "correction; rollout.max_rows",
     "record of evictions": "rollout.max_new_tokens, rollout.max_rows or rollout.n_prompts",
     "record of codes": "cache.dtype, rollout.max_new_tokens, rollout.max_rows or rollout.n_prompts",
     "numbers of a layer's codes": "cache.budget, rollout.max_rows",
-    "logits of a step": "rollout.max_rows",
+    STEP: "rollout.top_k, rollout.max_rows",
     "record of experts": "rollout.max_new_tokens, rollout.max_rows",
+    PREFILL: "rollout.prefill_chunk, rollout.max_rows",
+    "growth of a layer": "cache.policy, rollout.max_rows",
+    "columns of slots": "cache.budget, rollout.max_rows",
+    "attention of slots": "cache.policy, rollout.max_rows",
     "latest queries": "cache.window, rollout.max_rows",
     "record of sampling masks, at most": "rollout.top_k, rollout.max_new_tokens",
-    "sorted logits of a step": "rollout.top_k, rollout.max_rows",
     "weights packed for decoding": "rollout.compile_layers, which needs none",
 }
 """The needs of a rollout, each with the settings that change it."""
@@ -80,8 +69,7 @@ def explain_rollout(
         [
             f"out of memory in the rollout: {group} responses of up to "
             f"{settings.max_new_tokens} tokens to each of {n_prompts} prompts of up to {n_columns}, cache "
-            f"{cache.label}. Beside the weights, and the activations of the prompts, which "
-            "rollout.prefill_chunk bounds, it takes",
+            f"{cache.label}. Beside the weights it takes",
             *(f"{human_bytes(n):>11}  {what}; change {SETTINGS[what]}" for what, n in needs.items()),
         ]
     )

@@ -9,17 +9,16 @@ import torch
 from torch.nn import Linear
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.experience import memory_needs
-from lit_rlkv.experience.memory_needs import (
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.planning.advice import (
     SETTINGS,
     explain_code_record,
     explain_rollout,
     explain_scoring,
     explain_update,
-    rollout_needs,
 )
-from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.planning.needs import rollout_needs
 from tests.hand_built import ARMS, SPEC, counted_forwards, make_datamodule, make_model, make_roles
 
 TOO_MUCH = 2**50
@@ -49,11 +48,11 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
     assert "36.0 KiB  KV cache; change cache.dtype, cache.budget" in lines[0]
 
 
-def test_records_of_rows_that_have_ended_are_a_need_of_the_host_alone(monkeypatch):
-    monkeypatch.setattr(memory_needs, "compute_dtype", lambda model: torch.float32)  # autocast knows no meta
+def test_records_of_rows_that_have_ended_are_a_need_of_the_host_alone():
     model, settings = make_model(), replace(SAMPLING, max_rows=8, top_k=20, replay_routing=False)
     here = rollout_needs(model, replace(SPEC, dtype="int8"), (4, 6), settings, GROUP)
-    there = rollout_needs(model.to("meta"), replace(SPEC, dtype="int8"), (4, 6), settings, GROUP)
+    model.to("meta")
+    there = rollout_needs(model, replace(SPEC, dtype="int8"), (4, 6), settings, GROUP, torch.float32)
     for what in ("record of evictions", "record of codes"):
         assert there[what] == here[what] * 8 / (8 + 16)
     assert there["record of sampling masks, at most"] == 8 * 10 * 20 * 4
