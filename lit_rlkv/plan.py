@@ -1,4 +1,4 @@
-"""python -m lit_rlkv.plan: what fits a card and how long it takes, by the settings of fit, before any work."""
+"""python -m lit_rlkv.plan: what fits a card, and how long it takes, by the settings of fit."""
 
 import json
 import shlex
@@ -35,9 +35,9 @@ class PlanArguments:
 def main() -> None:
     """Run the command line; exit with 1 where the config does not fit."""
     if {"--help", "-h"} & {*sys.argv[1:]}:
-        print(USAGE)
+        sys.stdout.write(f"{USAGE}\n")
         return
-    run_command(_parse, ("lit_rlkv.planning.screen",), plan)
+    run_command(_parse, ("lit_rlkv.planning.models", "lit_rlkv.reporting.plan_screen"), plan)
 
 
 def _parse(arguments: Sequence[str]) -> PlanArguments:
@@ -77,7 +77,7 @@ def plan(asked: PlanArguments) -> None:
     from lit_rlkv.planning.models import roles_of
     from lit_rlkv.planning.plan import Planner
     from lit_rlkv.planning.recipe import recipe
-    from lit_rlkv.planning.screen import as_values, screen
+    from lit_rlkv.reporting.plan_screen import as_values, screen
 
     cfg = asked.config
     check_targets(cfg.source)
@@ -91,7 +91,7 @@ def plan(asked: PlanArguments) -> None:
     settings = [*asked.overrides, *planner.settings(chosen)]
     command = f"python -m lit_rlkv.fit {shlex.join(settings)}"
     if asked.as_json:
-        print(json.dumps(as_values(planner, rows, chosen, changes), indent=1))
+        sys.stdout.write(json.dumps(as_values(planner, rows, chosen, changes), indent=1) + "\n")
     else:
         Console(soft_wrap=True).print(
             screen(planner, rows, chosen, changes, command), markup=False, highlight=False

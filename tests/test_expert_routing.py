@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.config import ConfigError
-from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.routing import routers_of
+from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.runs.policy import load_backbone, make_policy
 from lit_rlkv.runs.run import Run
 from lit_rlkv.types import Record

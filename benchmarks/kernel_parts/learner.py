@@ -166,7 +166,7 @@ def make_rollout(setting: Setting, shape: Shape, length: int, budget: int) -> Ro
 
 @contextmanager
 def computing_by(kernels: str) -> Iterator[None]:
-    """Choose kernels within a `with` block; `segments` are those of shadow attention, with Triton elsewhere."""
+    """Choose kernels within a `with` block; `segments`: those of shadow attention, beside Triton's."""
     is_segmented = kernels == "segments"
     with (
         use_kernels("auto" if is_segmented else kernels),

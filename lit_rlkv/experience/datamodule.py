@@ -21,7 +21,6 @@ from lit_rlkv.environments.conversations import TextConversations
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.kl_control import KLController
-from lit_rlkv.planning.advice import explain_scoring, explain_update
 from lit_rlkv.experience.minibatches import MinibatchSplitter, RolloutPart
 from lit_rlkv.experience.progress import PhaseProgress
 from lit_rlkv.experience.protocols import RolloutModule, RolloutRun
@@ -36,6 +35,7 @@ from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.planning.advice import explain_scoring, explain_update
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.trainer import call

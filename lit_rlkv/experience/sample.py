@@ -15,10 +15,10 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.chat import encode_prompts
 from lit_rlkv.data.tokenizers import decode_completions, end_token_ids, padded
 from lit_rlkv.environments.conversations import EnvironmentPool, TextConversations
-from lit_rlkv.planning.advice import explain_rollout
 from lit_rlkv.experience.protocols import RolloutRun
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.planning.advice import explain_rollout
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import stream
 from lit_rlkv.rollout import generate

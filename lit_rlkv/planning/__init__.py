@@ -1,1 +1,1 @@
-"""The plan of a run before any work: bytes and seconds of its rollout and update on a card, from a config alone."""
+"""The plan of a run before any work: bytes and seconds of rollout and update on a card."""

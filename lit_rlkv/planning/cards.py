@@ -11,7 +11,7 @@ from lit_rlkv.config import ConfigError
 
 GIB = 2**30
 CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
-"""Bytes of a GPU that its driver and libraries take, and share of the rest lost between allocations: assumed."""
+"""Bytes of a GPU that driver and libraries take, and share of the rest lost between allocations: assumed."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: ?Gi?B?)?", re.IGNORECASE)
 
@@ -74,8 +74,8 @@ def find_card(name: str | None) -> Card:
     size = SIZE.fullmatch(name.strip())
     if size is None or not 1 <= float(size[1]) <= 4096:
         raise ConfigError(
-            f"gpu={name} is no card known here and no size; give one of {', '.join(CARDS)}, or its memory, such "
-            "as gpu=24GB"
+            f"gpu={name} is no card known here and no size; give one of {', '.join(CARDS)}, or its memory, "
+            "such as gpu=24GB"
         )
     memory = int(0.985 * float(size[1]) * GIB)  # of which the driver keeps some
     like = min(CARDS.values(), key=lambda card: abs(card.memory - memory))

@@ -76,6 +76,6 @@ def model_config(path: str) -> PretrainedConfig:
             return AutoConfig.from_pretrained(expanded(path), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
-            f"model.path={path}: {' '.join(str(error).split())[:300]}; give a folder with its config.json, which is all "
-            "that a plan reads"
+            f"model.path={path}: {' '.join(str(error).split())[:300]}; give a folder with its config.json, "
+            "which is all that a plan reads"
         ) from error

@@ -41,8 +41,8 @@ def rollout_needs(
 ) -> dict[str, int]:
     """Return the bytes that `generate` needs beside the model, by what they are for, the largest first.
 
-    Prompts are read before the first step, so the larger of `PREFILL` and `STEP` counts for the peak. It is an
-    estimate if layers differ in size.
+    Prompts are read before the first step, so the larger of `PREFILL` and `STEP` counts for the peak. It is
+    an estimate if layers differ in size.
 
     Args:
         prompts_shape: prompts at a time, and tokens of the longest one.

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from lit_rlkv.config.schema import Config
 from lit_rlkv.kernels.quantization import quantized_bytes
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
 from lit_rlkv.models.activations import Checkpoints
+from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.packing import TOKENS_PER_PASS
@@ -295,7 +295,7 @@ class Planner:
         )
 
     def _weights(self, n_rows: int) -> tuple[int, int]:
-        """Return the bytes of matrices that a decode step of so many rows reads, and the weights of a token."""
+        """Return the bytes of matrices that a step of so many rows reads, and the weights of a token."""
         tables = {id(one.weight) for one in self.policy.modules() if isinstance(one, nn.Embedding)}
         head = self.policy.get_output_embeddings().weight
         config = text_config(self.policy)

@@ -16,10 +16,10 @@ from lit_rlkv.config import AUTO
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
 from lit_rlkv.models.pass_bytes import PassBytes
+from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.planning.advice import SETTINGS, explain_code_record
 from lit_rlkv.planning.cards import machine_memory
-from lit_rlkv.planning.needs import CACHE, RECORDS, compute_dtype, rollout_needs
-from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.planning.needs import CACHE, RECORDS, rollout_needs
 from lit_rlkv.rollout.decoder import FIRST_TOKENS
 from lit_rlkv.runs.run import Run
 from lit_rlkv.units import human_bytes

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from lit_rlkv.callbacks.hooks import check_hooks
 from lit_rlkv.distributed.ranks import FORWARD_COORDINATOR
 from lit_rlkv.distributed.sharding import gather_full
-from lit_rlkv.planning.advice import keeping_less
 from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
@@ -25,6 +24,7 @@ from lit_rlkv.models.preparation import has_finite_logits
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.out_of_memory import explain_out_of_memory
+from lit_rlkv.planning.advice import keeping_less
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.backbone import layer_kinds
+from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.types import NEVER, Rollout
 from tests.models import test_hybrids, test_sliding_windows
 from tests.models_zoo import HEAD_DIM, tiny_model

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lit_rlkv.config.schema import RolloutConfig
-from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.kvcache import POLICIES, SlotCache
+from lit_rlkv.planning.needs import rollout_needs
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout

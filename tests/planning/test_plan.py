@@ -1,12 +1,13 @@
 """python -m lit_rlkv.plan: sizes of public models, what a budget buys, and refusals before any work."""
 
 import json
+from contextlib import suppress
 
 import pytest
 from transformers import Qwen3Config
 
 from lit_rlkv import plan
-from lit_rlkv.config import ConfigError, composed, parse_config
+from lit_rlkv.config import ConfigError
 from lit_rlkv.planning.cards import CARDS, GIB, find_card
 
 QWEN3_4B = Qwen3Config(
@@ -30,10 +31,8 @@ def qwen(tmp_path_factory):
 
 
 def planned(capsys, *arguments):
-    try:
+    with suppress(SystemExit):  # it does not fit
         plan.plan(plan._parse([*arguments, "--json"]))
-    except SystemExit as end:
-        assert end.code == 1
     return json.loads(capsys.readouterr().out)
 
 

@@ -47,13 +47,14 @@ def _title(planner: Planner) -> Iterator[Text]:
         cfg.fabric.precision if cfg.fabric.quantization is None else f"base in {cfg.fabric.quantization}"
     )
     yield Text(
-        f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, {config.num_hidden_layers} layers "
-        f"of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {planner.checkpoints}"
+        f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, "
+        f"{config.num_hidden_layers} layers of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {planner.checkpoints}"
     )
     devices = "" if planner.n_ranks == 1 else f"{planner.n_ranks} × "
     yield Text(
-        f"{devices}{planner.card.name}: {human_bytes(planner.card.usable)} usable; {planner.n_responses} responses of "
-        f"{cfg.rollout.max_new_tokens:,} tokens after prompts of {planner.n_prompt:,}, groups of {cfg.algorithm.group_size}"
+        f"{devices}{planner.card.name}: {human_bytes(planner.card.usable)} usable; "
+        f"{planner.n_responses} responses of {cfg.rollout.max_new_tokens:,} tokens after prompts of "
+        f"{planner.n_prompt:,}, groups of {cfg.algorithm.group_size}"
     )
 
 
