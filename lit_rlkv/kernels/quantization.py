@@ -124,7 +124,8 @@ def _check_bits(bits: Tensor, group: int) -> Tensor:
     """Return the parity of each group of bits, and those of the halves by each bit of the position."""
     if group == 1:
         return bits[..., None]
-    bits = F.pad(bits, (0, -bits.shape[-1] % group)).unflatten(-1, (-1, group))
+    bits = F.pad(bits, (0, -bits.shape[-1] % group))
+    bits = bits.view(*bits.shape[:-1], -1, group)
     place = torch.arange(group, device=bits.device)
     halves = place[:, None] >> torch.arange(group.bit_length() - 1, device=bits.device) & 1
     counts = bits.float() @ F.pad(halves, (1, 0), value=1).float()  # at most 64, exact in 16 bit too
@@ -212,7 +213,8 @@ def _flipped(to_middle: Float[Tensor, "*lead dim"], checks: UInt8[Tensor, "*lead
     or for the nearest and two more. It is none if a number of infinite distance would have to flip.
     """
     dim, group = to_middle.shape[-1], 1 << checks.shape[-1] - 1
-    cost = F.pad(to_middle, (0, -dim % group), value=torch.inf).unflatten(-1, (-1, group))
+    cost = F.pad(to_middle, (0, -dim % group), value=torch.inf)
+    cost = cost.view(*cost.shape[:-1], -1, group)
     is_odd = checks[..., :1] == 1
     at = (checks[..., 1:].long() << torch.arange(checks.shape[-1] - 1, device=checks.device)).sum(-1, True)
     least, first = cost.min(-1, keepdim=True)
