@@ -14,7 +14,8 @@ def recipe(overrides: Sequence[str], command: str) -> str:
     Raises:
         ConfigError: an override takes a key away.
     """
-    defaults, settings = [], []
+    defaults: list[str] = []
+    settings: list[str] = []
     for override in overrides:
         key, is_set, value = override.lstrip("+").partition("=")
         if not is_set:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.models.backbone import n_kv_heads, text_config
@@ -26,7 +27,8 @@ def screen(
         changes: settings that would help.
         command: that starts the run.
     """
-    lines = [*_title(planner), make_table(HEADINGS, [_cells(planner, row, row is chosen) for row in rows])]
+    lines: list[Text | Table] = [*_title(planner)]
+    lines.append(make_table(HEADINGS, [_cells(planner, row, row is chosen) for row in rows]))
     said = [
         f"rollout: {_parts(chosen.rollout)}",
         f"update: {_parts(chosen.update)}",
@@ -43,12 +45,11 @@ def _title(planner: Planner) -> Iterator[Text]:
     config = text_config(policy)
     n_weights = sum(weight.numel() for name, weight in policy.named_parameters() if "lora_" not in name)
     trained = "all weights" if planner.trains_all else f"LoRA of rank {cfg.roles.rank}"
-    precision = (
-        cfg.fabric.precision if cfg.fabric.quantization is None else f"base in {cfg.fabric.quantization}"
-    )
+    precision = cfg.fabric.quantization or cfg.fabric.precision
     yield Text(
         f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, "
-        f"{config.num_hidden_layers} layers of {n_kv_heads(policy)} KV heads; {trained}, {precision}, checkpoints {planner.checkpoints}"
+        f"{config.num_hidden_layers} layers of {n_kv_heads(policy)} KV heads; {trained}, {precision}, "
+        f"roles.gradient_checkpointing={str(planner.checkpoints).lower()}"
     )
     devices = "" if planner.n_ranks == 1 else f"{planner.n_ranks} × "
     yield Text(
