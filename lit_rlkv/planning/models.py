@@ -44,7 +44,7 @@ def roles_of(cfg: Config) -> Roles:
         else:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.set_attn_implementation(ATTENTION_NAME)
-        return model.to(dtype)
+        return model.type(dtype)
 
     with as_config_errors("model"), torch.device("meta"):
         first = load("policy")
@@ -73,7 +73,7 @@ def model_config(path: str) -> PretrainedConfig:
         with friendly_errors(path):
             if file is not None:
                 return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-            return AutoConfig.from_pretrained(expanded(path), trust_remote_code=False)
+            return AutoConfig.from_pretrained(str(expanded(path)), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
             f"model.path={path}: {' '.join(str(error).split())[:300]}; give a folder with its config.json, "
