@@ -8,6 +8,7 @@ from lit_rlkv import __version__
 from lit_rlkv.interrupts import abort_on_ctrl_c
 
 COMMANDS = {
+    "plan": "say what fits a card and how long it takes, before any work",
     "fit": "train a policy: SFT, RL, evaluation, report",
     "evaluate": "score a saved run for each cache policy and budget",
     "export": "write a saved policy for transformers and peft",

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_rlkv.checks import Range
 from lit_rlkv.cli import compose_arguments, run_command
-from lit_rlkv.config import Config, ConfigError, check_keys, check_targets, parse_config
+from lit_rlkv.config import Config, check_keys, check_targets, parse_config, require
 from lit_rlkv.config.run_labels import Choices
 
 USAGE = """python -m lit_rlkv.plan [settings of fit] [gpu=24GB|H100|...] [prompt=512] [to=FILE.yaml] [--json]
@@ -37,19 +36,29 @@ def main() -> None:
     if {"--help", "-h"} & {*sys.argv[1:]}:
         sys.stdout.write(f"{USAGE}\n")
         return
-    run_command(_parse, ("lit_rlkv.planning.models", "lit_rlkv.reporting.plan_screen"), plan)
+    run_command(parse, ("lit_rlkv.planning.models", "lit_rlkv.reporting.plan_screen"), plan)
 
 
-def _parse(arguments: Sequence[str]) -> PlanArguments:
+def parse(arguments: Sequence[str]) -> PlanArguments:
+    """Return what the arguments ask for.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
     own = {"gpu": "", "prompt": str(PROMPT), "to": ""}
     given = {name: value for name, _, value in (one.partition("=") for one in arguments) if name in own}
     overrides = [one for one in arguments if one != "--json" and one.partition("=")[0] not in own]
     own |= given
-    n_prompt = int(own["prompt"]) if own["prompt"].isdecimal() else 0
-    if not Range(least=1, most=2**24).holds(n_prompt):
-        raise ConfigError(
-            f"prompt must be the tokens of a prompt, got {own['prompt']}; give such as prompt={PROMPT}"
-        )
+    is_number = own["prompt"].isdecimal() and len(own["prompt"]) < 9
+    require(
+        is_number and int(own["prompt"]) > 0,
+        f"prompt must be the tokens of a prompt, got {own['prompt']}; give such as prompt={PROMPT}",
+    )
+    to = Path(own["to"]).expanduser() if own["to"] else None
+    require(
+        to is None or (to.suffix == ".yaml" and to.parent.is_dir() and not to.exists()),
+        f"to={to} must be a new file NAME.yaml in a folder that exists, such as to=conf/recipe/mine.yaml",
+    )
     cfg, hydra_cfg = compose_arguments("config", overrides)
     check_keys(cfg, Choices(dict(hydra_cfg.runtime.choices), tuple(overrides)).options, overrides)
     config = parse_config(cfg)
@@ -57,8 +66,8 @@ def _parse(arguments: Sequence[str]) -> PlanArguments:
         config,
         tuple(overrides),
         own["gpu"] or None,
-        n_prompt,
-        Path(own["to"]).expanduser() if own["to"] else None,
+        int(own["prompt"]),
+        to,
         "--json" in arguments,
     )
 
@@ -83,7 +92,7 @@ def plan(asked: PlanArguments) -> None:
     check_targets(cfg.source)
     n_own = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) and cfg.fabric.devices > 0 else 1
     card, roles = find_card(asked.gpu), roles_of(cfg)
-    pass_bytes = PassBytes(roles.backbone("policy"))
+    pass_bytes = PassBytes(roles.backbone("policy"), is_fused=card.is_gpu)
     planner = Planner(cfg, roles, pass_bytes, card, asked.n_prompt, n_own * cfg.fabric.num_nodes)
     rows = planner.rows()
     chosen = next(row for row in rows if row.cache == planner.cache)

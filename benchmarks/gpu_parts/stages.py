@@ -145,7 +145,7 @@ REAL = {
         f"{LONG} --lengths 65536",
         f"{LONG} --lengths 131072 262144 524288 --skip-dense",
     ],
-    "H": ["kernels.py --record --ops shared_prompt"],
+    "H": ["kernels.py --record --ops shared_prompt --rounds 5"],
     "C": [
         "rollout.py --record --rounds 1 --budgets 1024",
         "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs --compile-layers",

@@ -58,6 +58,8 @@ class PassBytes:
         self.itemsize = long.itemsize
         self._of_token = (long.sums - short.sums) / FEW
         self._fixed = short.sums - FEW * self._of_token
+        self._trained = max(map(_trained_bytes, checkpointed_layers(model)), default=0)
+        self._head_is_frozen = head_is_frozen(model)
 
     def of_pass(self, n_rows: int, n_columns: int, checkpoints: Checkpoints) -> dict[str, int]:
         """Return the bytes by what they are for, of rows of so many tokens; with `host` those of the device.
@@ -84,7 +86,7 @@ class PassBytes:
             backward = layer - inputs / n_layers + n * gradients + self._of_weights(n_rows, n_columns)
             backward += min(n, activations.TILE) * (in_tiles / n + of_layer)
             if n > activations.TILE:  # gradients of their weights are summed up
-                backward += 2 * max(map(_trained_bytes, checkpointed_layers(self.model)))
+                backward += 2 * self._trained
         # Before the layers: log-probs of the last hidden states, then the last norm in float32.
         last = max(outside + 2 * n * dim + self._of_logits(n), 6 * FLOAT32 * n * dim / self.itemsize)
         parts = {"kept": kept, "backward": max(backward, last), "batch": n * BATCH_BYTES}
@@ -95,7 +97,7 @@ class PassBytes:
         n_logits = n * int(self.config.vocab_size)
         most = TRITON_MAX_CHUNK_LOGITS if self.is_fused else MAX_CHUNK_LOGITS
         chunks = (2 if self.is_fused else 3) * min(n_logits, most)
-        n_trained = 0 if head_is_frozen(self.model) else int(self.config.vocab_size * self.config.hidden_size)
+        n_trained = 0 if self._head_is_frozen else int(self.config.vocab_size * self.config.hidden_size)
         return FLOAT32 * chunks + self.itemsize * n_trained
 
     def _of_weights(self, n_rows: int, n_columns: int) -> int:

@@ -193,10 +193,9 @@ class Planner:
             del needs[STEP]
         return models | needs
 
-    def update_bytes(self, n_rows: int, n_columns: int | None = None) -> Bytes:
+    def update_bytes(self, n_rows: int) -> Bytes:
         """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
-        n_columns = self.n_columns if n_columns is None else n_columns
-        return self.model_bytes | self.pass_bytes.of_pass(n_rows, n_columns, self.checkpoints)
+        return self.model_bytes | self.pass_bytes.of_pass(n_rows, self.n_columns, self.checkpoints)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -209,47 +208,45 @@ class Planner:
         for checkpoints, n_rows in sizes.items():
             if sum(self.pass_bytes.of_pass(n_rows, self.n_columns, checkpoints).values()) <= room:
                 return checkpoints
+        return self._least
+
+    @property
+    def _least(self) -> Checkpoints:
+        """The choice of `auto` that keeps least."""
         return "host" if self.card.is_gpu else True
 
     def longest(self) -> int:
         """Return the tokens of the longest sequence that the learner takes, to 128; 0: none."""
-        lengths = range(0, MAX_TOKENS, 128)
+        is_chosen = self.cfg.roles.gradient_checkpointing != "auto"
+        keeps = self.checkpoints if is_chosen else self._least
+        room, lengths = self.card.usable - sum(self.model_bytes.values()), range(0, MAX_TOKENS, 128)
         n_fitting = bisect(
-            lengths, self.card.usable, key=lambda n: sum(self.update_bytes(1, n or 1).values())
+            lengths, room, key=lambda n: sum(self.pass_bytes.of_pass(1, n or 1, keeps).values())
         )
         return lengths[max(n_fitting - 1, 0)]
 
     def changes(self, row: Row) -> list[Change]:
         """Return settings with which more rows or longer sequences fit, or any at all."""
-        found = []
+        found, own_longest = [], self.longest()
         for setting, cfg in self._other_configs():
             planner = replace(self, cfg=cfg)
-            other = planner.row(planner.cache)
-            longest = planner.longest()
-            if other.n_rows > row.n_rows or longest > self.longest():
-                it = (
-                    "it fits: " if other.fits and not row.fits else "" if other.fits else "not enough alone: "
-                )
-                found.append(Change(setting, f"{it}{other.n_rows} rows at a time, {longest:,} tokens learn"))
+            other, longest = planner.row(planner.cache), planner.longest()
+            if other.n_rows > row.n_rows or longest > own_longest:
+                helps = "it fits: " if row.fits < other.fits else "" if other.fits else "not enough alone: "
+                effect = f"{other.n_rows} rows at a time, {longest:,} tokens learn"
+                found.append(Change(setting, helps + effect))
         return found
 
     def _other_configs(self) -> Iterator[tuple[str, Config]]:
+        """Yield settings and the config with each."""
         cfg, is_gpu = self.cfg, self.card.is_gpu
-        roles = cfg.roles
-        if not self.checkpoints:
-            yield (
-                "roles.gradient_checkpointing=true",
-                replace(cfg, roles=replace(roles, gradient_checkpointing=True)),
-            )
-        if is_gpu and self.checkpoints != "host":
-            yield (
-                "roles.gradient_checkpointing=host",
-                replace(cfg, roles=replace(roles, gradient_checkpointing="host")),
-            )
+        if cfg.roles.gradient_checkpointing != "auto":
+            roles = replace(cfg.roles, gradient_checkpointing="auto")
+            yield "roles.gradient_checkpointing=auto", replace(cfg, roles=roles)
         if is_gpu and cfg.fabric.quantization is None and not self.trains_all and cfg.model.path is not None:
             yield "fabric.quantization=4bit", replace(cfg, fabric=replace(cfg.fabric, quantization="4bit"))
-        if cfg.cache.dtype is None:
-            yield "cache.dtype=int8", replace(cfg, cache=replace(cfg.cache, dtype="int8"))
+        for dtype in ("int8", "int4") if cfg.cache.dtype is None else ():
+            yield f"cache.dtype={dtype}", replace(cfg, cache=replace(cfg.cache, dtype=dtype))
 
     def settings(self, row: Row) -> list[str]:
         """Return the settings, beside those of the config, that make it run as planned."""

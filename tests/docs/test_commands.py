@@ -10,6 +10,7 @@ import pytest
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import CONF_DIR, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
+from lit_rlkv.plan import parse as parse_plan
 from lit_rlkv.report import parse as parse_report
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.sweep import compose as compose_run
@@ -98,6 +99,8 @@ def check_python(arguments: list[str]) -> None:
 def check_program(program: str, arguments: list[str]) -> None:
     if program == "fit":
         check_fit(arguments)
+    elif program == "plan":
+        parse_plan(arguments)
     elif program == "sweep":
         args = parse_sweep(arguments)
         sweep = read_sweep(ROOT / args.file, tuple(args.overrides))

@@ -32,7 +32,7 @@ def qwen(tmp_path_factory):
 
 def planned(capsys, *arguments):
     with suppress(SystemExit):  # it does not fit
-        plan.plan(plan._parse([*arguments, "--json"]))
+        plan.plan(plan.parse([*arguments, "--json"]))
     return json.loads(capsys.readouterr().out)
 
 
@@ -82,7 +82,7 @@ def test_a_budget_buys_nothing_for_short_responses(capsys, qwen):
 
 
 def test_what_cannot_fit_ends_with_1_and_says_what_helps(capsys, qwen):
-    asked = plan._parse([*LONG, f"model.path={qwen}", "gpu=10GB"])
+    asked = plan.parse([*LONG, f"model.path={qwen}", "gpu=10GB"])
     with pytest.raises(SystemExit) as end:
         plan.plan(asked)
     said = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_what_cannot_fit_ends_with_1_and_says_what_helps(capsys, qwen):
 
 def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, monkeypatch):
     file = tmp_path / "mine.yaml"
-    plan.plan(plan._parse([*LONG, f"model.path={qwen}", "task=sorting", "gpu=24GB", f"to={file}"]))
+    plan.plan(plan.parse([*LONG, f"model.path={qwen}", "task=sorting", "gpu=24GB", f"to={file}"]))
     assert "python -m lit_rlkv.fit" in capsys.readouterr().out
     said = file.read_text()
     assert "- override /task: sorting" in said
@@ -108,6 +108,7 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
         ("gpu=1e30GB", "is no card"),
         ("prompt=-3", "prompt must be the tokens of a prompt, got -3"),
         ("prompt=x", "prompt must be"),
+        ("to=nowhere/mine.yaml", "must be a new file NAME.yaml in a folder that exists"),
         ("cache.budgett=3", "did you mean 'cache.budget'"),
         ("cache.budget=0", "cache.budget must be"),
         ("model.path=./nothing", "is not a checkpoint folder"),
@@ -115,14 +116,14 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
 )
 def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
     with pytest.raises(ConfigError) as error:
-        plan.plan(plan._parse([*LONG, f"model.path={qwen}", "gpu=24GB", argument]))
+        plan.plan(plan.parse([*LONG, f"model.path={qwen}", "gpu=24GB", argument]))
     assert says in str(error.value)
 
 
 def test_a_config_of_an_unknown_type_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "zebra9"}')
     with pytest.raises(ConfigError, match=r"model\.path=.*zebra9"):
-        plan.plan(plan._parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
+        plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
 
 
 @pytest.mark.parametrize("name", ["h100", "NVIDIA H100", "24GB", "24 GiB", "24", "rtx 4090"])
