@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,9 @@ CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
 """Bytes of a GPU that driver and libraries take, and share of the rest lost between allocations: assumed."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: ?Gi?B?)?", re.IGNORECASE)
+SIZE_AFTER, MOST_GIB = re.compile(r"\d+gb$"), 512
+SLOWER = {"pcie", "nvl"}
+"""Words in the names of cards that are slower than the one of the same name in `CARDS`."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,15 @@ def find_card(name: str | None) -> Card:
     if name is None:
         return _own_card()
     known = {_plain(one): card for one, card in CARDS.items()}
-    if (plain := _plain(name)) in known:
-        return known[plain]
+    plain = _plain(name)
+    found = known.get(plain) or known.get(f"rtx{plain}") or known.get(SIZE_AFTER.sub("", plain))
+    if found is not None:
+        return found
     size = SIZE.fullmatch(name.strip())
-    if size is None or not 1 <= float(size[1]) <= 4096:
+    if size is None or not 1 <= float(size[1]) <= MOST_GIB:
         raise ConfigError(
-            f"gpu={name} is no card known here and no size; give one of {', '.join(CARDS)}, or its memory, "
-            "such as gpu=24GB"
+            f"gpu={name} is no card known here and no size up to {MOST_GIB} GB; give one of "
+            f"{', '.join(CARDS)}, or its memory, such as gpu=24GB"
         )
     memory = int(0.985 * float(size[1]) * GIB)  # of which the driver keeps some
     like = min(CARDS.values(), key=lambda card: abs(card.memory - memory))
@@ -87,10 +93,13 @@ def _own_card() -> Card:
         return Card("this machine's CPU", machine_memory(), is_gpu=False)
     name = torch.cuda.get_device_name()
     memory = int(torch.cuda.get_device_properties(0).total_memory)
-    like = next(
-        (card for one, card in sorted(CARDS.items(), reverse=True) if _plain(one) in _plain(name)), None
-    )
-    return Card(name, memory) if like is None else replace(like, name=name, memory=memory)
+    words = [_plain(word) for word in re.findall(r"\w+", name)]
+    words += [first + second for first, second in pairwise(words)]  # RTX 4090
+    alike = [card for card in CARDS.values() if SIZE_AFTER.sub("", _plain(card.name)) in words]
+    if not alike or SLOWER & {*words}:
+        return Card(name, memory)
+    like = min(alike, key=lambda card: abs(card.memory - memory))
+    return replace(like, name=name, memory=memory)
 
 
 def machine_memory() -> int:

@@ -1,9 +1,13 @@
 """The models of a run on the meta device: shapes and no weights, from a config.json or a preset."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
+from lit_rlkv.config.options import named_items
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import text_config
@@ -16,13 +20,14 @@ N_PRESET_TOKENS = 64
 """Vocabulary of a preset, about that of a task's own tokenizer."""
 
 
-def needed_roles(cfg: Config) -> set[str]:
-    """Return the roles beside the policy that a config needs."""
-    needed = {*build(cfg.algorithm.advantage).needs}
-    needed |= {"reward"} if cfg.reward.learned != 0 else set()
-    needed |= {"reference"} if cfg.algorithm.kl.weight > 0 else set()
-    distillation = None if cfg.distillation is None else build(cfg.distillation)
-    return needed | {*getattr(distillation, "needs", ())}
+def needed_roles(cfg: Config, advantage: Any, callbacks: Iterable[Any]) -> set[str]:
+    """Return the roles that advantage, KL, reward and callbacks need beside the policy."""
+    needed = {*advantage.needs}
+    if cfg.reward.learned != 0:
+        needed.add("reward")
+    if cfg.algorithm.kl.weight > 0:
+        needed.add("reference")
+    return needed.union(*(getattr(callback, "needs", ()) for callback in callbacks))
 
 
 def roles_of(cfg: Config) -> Roles:
@@ -34,7 +39,9 @@ def roles_of(cfg: Config) -> Roles:
     dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(cfg.fabric.precision, torch.float32)
     settings = cfg.roles
     targets = settings.target_modules
-    needed = needed_roles(cfg)
+    nodes = [cfg.distillation, *(node for _, node in named_items(cfg.user_callbacks))]
+    callbacks = [build(node) for node in nodes if node is not None]
+    needed = needed_roles(cfg, build(cfg.algorithm.advantage), callbacks)
     config = None if cfg.model.path is None else model_config(cfg.model.path)
 
     def load(_: str) -> PreTrainedModel:

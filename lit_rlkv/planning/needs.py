@@ -38,6 +38,9 @@ def rollout_needs(
     settings: RolloutConfig,
     group: int,
     dtype: torch.dtype | None = None,
+    *,
+    is_gpu: bool | None = None,
+    n_responses: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes that `generate` needs beside the model, by what they are for, the largest first.
 
@@ -48,24 +51,28 @@ def rollout_needs(
         prompts_shape: prompts at a time, and tokens of the longest one.
         group: responses to each prompt.
         dtype: of activations and cache; None: that of the model, or of autocast.
+        is_gpu: True for a device with memory of its own; None: as that of the model.
+        n_responses: of an iteration, if there are more than to the prompts at a time.
     """
     dtype = compute_dtype(model) if dtype is None else dtype
     config, kinds = text_config(model), [kind for kind in layer_kinds(model) if kind.attends]
     n_prompts, n_prompt_columns = prompts_shape
     n_columns = n_prompt_columns + settings.max_new_tokens
     n_rows = n_concurrent_rows(n_prompts, group, settings.max_rows)
-    n_responses, n_heads, itemsize = n_prompts * group, n_kv_heads(model), dtype.itemsize
+    n_heads, itemsize = n_kv_heads(model), dtype.itemsize
+    n_responses = n_prompts * group if n_responses is None else n_responses
+    is_gpu = model.device.type != "cpu" if is_gpu is None else is_gpu
     n_tokens, dim, hidden = int(config.vocab_size), max(head_dims(model)), int(config.hidden_size)
     is_full = [kind.window is None or kind.window >= n_columns for kind in kinds]
     # Rows that have ended wait in host memory, which is that of a CPU's device.
-    n_ended = n_responses if model.device.type == "cpu" else 0
+    n_ended = 0 if is_gpu else n_responses
     n_tables = sum(is_full) * n_rows + len(is_full) * n_ended  # a window needs none to decode
     slots = _slots(cache, kinds, n_columns, n_prompt_columns)
     of_key = 2 * quantized_bytes(dim, cache.dtype, dtype)
     needs = {
         CACHE: sum(slots) * n_rows * n_heads * of_key,
         "record of evictions": n_tables * n_heads * n_columns * times_dtype(n_columns).itemsize,
-        STEP: n_rows * n_tokens * (itemsize + LOGIT_BYTES[model.device.type != "cpu"]),
+        STEP: n_rows * n_tokens * (itemsize + LOGIT_BYTES[is_gpu]),
     }
     if cache.is_dense and kinds:  # it grows, and for a while a layer has both sizes
         needs["growth of a layer"] = max(slots) * n_rows * n_heads * of_key

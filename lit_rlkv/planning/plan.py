@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lit_rlkv.config.schema import Config
+from lit_rlkv.config import Config, build
 from lit_rlkv.kernels.quantization import quantized_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
@@ -24,8 +24,8 @@ from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_s
 
 NF4_BYTES = 0.56
 """Bytes of a weight in NF4 with its scales."""
-MOMENTS_BYTES, AUTOCAST_BYTES = 8, 2
-"""Bytes of two moments of a trained weight, and of autocast's copy of one in 16 bits."""
+AUTOCAST_BYTES = 2
+"""Bytes of autocast's copy of a trained weight in 16 bits."""
 SIXTEEN_BITS = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Dtype that a precision computes in, if it is not that of the weights."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -112,7 +112,7 @@ class Planner:
             found["weights"] += weight.numel() * self._size(weight)
             if weight.requires_grad:
                 found["gradients"] += weight.numel() * weight.itemsize
-                found["optimizer"] += weight.numel() * MOMENTS_BYTES
+                found["optimizer"] += 2 * weight.numel() * weight.itemsize
                 if self.dtype != weight.dtype and self.trains_all:
                     found["weights"] += weight.numel() * AUTOCAST_BYTES
         return {what: int(n / (self.n_ranks if is_sharded else 1)) for what, n in found.items()}
@@ -143,10 +143,11 @@ class Planner:
         """Return the plan with all keys, and with twice, all and half of the budget."""
         return [self.row(cache) for cache in self.caches()]
 
-    @property
+    @cached_property
     def cache(self) -> CacheSpec:
-        """The configured cache."""
-        return CacheSpec.of(self.cfg.cache)
+        """The cache of the rollouts."""
+        samples_dense = build(self.cfg.correction).samples_dense
+        return CacheSpec.dense() if samples_dense else CacheSpec.of(self.cfg.cache).for_rollouts
 
     def caches(self) -> Iterator[CacheSpec]:
         """Yield the caches to compare: all keys, and the configured one with more and fewer."""
@@ -166,7 +167,7 @@ class Planner:
         sizes = range(group, max(most, group) + 1, group)
         n_fitting = bisect(sizes, room, key=lambda n: sum(self.rollout_bytes(cache, n).values()))
         n_rows = sizes[n_fitting - 1] if n_fitting else 0
-        passes = range(1, max(TOKENS_PER_PASS // self.n_columns, 1) + 1)
+        passes = range(1, self.most_sequences + 1)
         n_sequences = bisect(passes, room, key=lambda n: sum(self.update_bytes(n).values()))
         tokens = n_sequences * self.n_columns
         seconds = self._seconds(cache, n_rows) if n_rows and tokens else (None, None)
@@ -183,7 +184,14 @@ class Planner:
         """Return the bytes at the peak of a rollout of so many rows at a time."""
         group = self.cfg.algorithm.group_size
         needs = rollout_needs(
-            self.policy, cache, (-(-n_rows // group), self.n_prompt), self.cfg.rollout, group, self.dtype
+            self.policy,
+            cache,
+            (-(-n_rows // group), self.n_prompt),
+            self.cfg.rollout,
+            group,
+            self.dtype,
+            is_gpu=self.card.is_gpu,
+            n_responses=self.n_responses,
         )
         models = {what: n for what, n in self.model_bytes.items() if what != "gradients"}
         # Prompts are read before the first step.
@@ -197,6 +205,12 @@ class Planner:
         """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
         return self.model_bytes | self.pass_bytes.of_pass(n_rows, self.n_columns, self.checkpoints)
 
+    @property
+    def most_sequences(self) -> int:
+        """Sequences of the largest pass that `fabric.tokens_per_pass` allows."""
+        given = self.cfg.fabric.tokens_per_pass
+        return max((TOKENS_PER_PASS if given == "auto" else given) // self.n_columns, 1)
+
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """What is kept for the backward pass; of `auto` the fastest that fits."""
@@ -204,7 +218,7 @@ class Planner:
         if given != "auto":
             return given
         room = self.card.usable - sum(self.model_bytes.values())
-        sizes = {False: max(TOKENS_PER_PASS // self.n_columns, 1), True: 1}
+        sizes = {False: self.most_sequences, True: 1}
         for checkpoints, n_rows in sizes.items():
             if sum(self.pass_bytes.of_pass(n_rows, self.n_columns, checkpoints).values()) <= room:
                 return checkpoints
@@ -260,8 +274,8 @@ class Planner:
         work, prompts = self._work(cache, n_rows), self.n_prompt * -(-n // group)
         is_compiled = self.cfg.rollout.compile_layers
         rollout = rollout_seconds(work, self.card, n_rows, n, prompts, n_tokens, is_compiled=is_compiled)
-        update = update_seconds(work, self.card, n, n * n_tokens + prompts)
-        return rollout, update * self.cfg.algorithm.n_epochs
+        n_epochs = self.cfg.algorithm.n_epochs
+        return rollout, update_seconds(work, self.card, n, n * n_tokens + prompts, n_epochs)
 
     def _work(self, cache: CacheSpec, n_rows: int) -> Work:
         config = text_config(self.policy)
@@ -277,7 +291,7 @@ class Planner:
             levels = [one for one in (level, kind.window) if one is not None and one < self.n_columns]
             mean = mean_keys(self.n_prompt, n_tokens, min(levels, default=None))
             keys += mean
-            n_pairs += mean * n_tokens + self.n_prompt**2 / 2
+            n_pairs += mean * n_tokens + self.n_prompt**2 / 2 / self.cfg.algorithm.group_size
         weights, active = self._weights(n_rows)
         return Work(
             weight_bytes=weights,
@@ -288,7 +302,8 @@ class Planner:
             is_dense=cache.is_dense,
             trains_all=self.trains_all,
             recomputes=bool(self.checkpoints),
-            n_scorings=1 + ("reference" in self.roles.needed),
+            n_scorings=len(self.roles.needed),
+            n_learners=1 + ("value" in self.roles.needed),
         )
 
     def _weights(self, n_rows: int) -> tuple[int, int]:

@@ -37,6 +37,8 @@ class Work:
     recomputes: bool
     n_scorings: int
     """Forwards over a response that score it before the update."""
+    n_learners: int
+    """Passes of an epoch over a response: of the policy, and of a critic."""
 
 
 def mean_keys(n_prompt: int, n_tokens: int, level: float | None) -> float:
@@ -68,15 +70,16 @@ def rollout_seconds(
     return step * n_tokens * -(-n_responses // n_rows) + prefill
 
 
-def update_seconds(work: Work, card: Card, n_responses: int, n_columns: int) -> float:
-    """Return the seconds of scoring, and of one pass of the learner over all responses.
+def update_seconds(work: Work, card: Card, n_responses: int, n_columns: int, n_epochs: int) -> float:
+    """Return the seconds of scoring, and of all passes of the learners over the responses.
 
     Args:
         n_columns: tokens of all responses, and of their prompts once for each group.
     """
     assert card.flops is not None
-    flops_of_weight = (6 if work.trains_all else 4) + 2 * (work.recomputes + work.n_scorings)
-    forwards = ATTENTION_FORWARDS + work.recomputes + work.n_scorings
+    n_passes = work.n_learners * n_epochs
+    of_weight = n_passes * ((6 if work.trains_all else 4) + 2 * work.recomputes) + 2 * work.n_scorings
+    forwards = n_passes * (ATTENTION_FORWARDS + work.recomputes) + work.n_scorings
     speed = DENSE_ATTENTION if work.is_dense else SHADOW_ATTENTION
     attention = forwards * work.attention_flops * n_responses / (speed * card.flops)
-    return flops_of_weight * work.n_products * n_columns / (PRODUCTS * card.flops) + attention
+    return of_weight * work.n_products * n_columns / (PRODUCTS * card.flops) + attention

@@ -69,16 +69,10 @@ def _cells(planner: Planner, row: Row, is_chosen: bool) -> list[str]:
             human_seconds(row.rollout_s),
             human_seconds(row.update_s),
         ]
-    peaks = [
-        f"{human_bytes(n)}{' (too much)' if n > room else ''}" for n in map(total, (row.rollout, row.update))
-    ]
+    totals = [sum(parts.values()) for parts in (row.rollout, row.update)]
+    peaks = [f"{human_bytes(n)}{' (too much)' if n > room else ''}" for n in totals]
     note = "<- this config" if is_chosen else ""
     return [row.cache.label, str(row.n_rows or "–"), *peaks, *times, note]
-
-
-def total(parts: Mapping[str, int]) -> int:
-    """Return the sum of all parts."""
-    return sum(parts.values())
 
 
 def _parts(parts: Mapping[str, int]) -> str:

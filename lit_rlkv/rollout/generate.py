@@ -180,13 +180,21 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 
 
 def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"]) -> Rollout:
-    """Cut the unused columns of decoded rows.
+    """Cut the unused columns of decoded rows, and free the decoder's cache.
 
     All tokens up to the last sampled one are of the sequence; those that were given are not in
     `response_mask`.
     """
+    kv_bytes = decoder.kv.kv_bytes
+    for layer in decoder.kv.slot_layers:
+        layer.pools = None
     end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
-    rows = rows.map_tensors(lambda value: value[..., :end])
+
+    def cut(value: Tensor) -> Tensor:
+        part = value[..., :end]
+        return part.clone() if 2 * end < value.shape[-1] else part  # a view holds the unused columns, too
+
+    rows = rows.map_tensors(cut)
     column = torch.arange(end, device=is_prompt.device)
     attention_mask = column <= (column * rows.response_mask).amax(dim=1)[:, None]
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
@@ -198,7 +206,7 @@ def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "bat
         response_mask=rows.response_mask,
         rollout_logps=rows.logps,
         record=Record(**parts),
-        kv_bytes=decoder.kv.kv_bytes,
+        kv_bytes=kv_bytes,
         temperature=decoder.settings.sampling.temperature,
     )
 

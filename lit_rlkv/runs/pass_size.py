@@ -184,9 +184,10 @@ def check_rollout_memory(run: Run, backbone: PreTrainedModel) -> None:
     most = FIRST_TOKENS if cache.is_dense else cfg.rollout.max_new_tokens
     settings = replace(cfg.rollout, max_new_tokens=min(most, cfg.rollout.max_new_tokens))
     n_prompts = cfg.rollout.n_prompts // (cfg.rollout.n_shards or run.fabric.world_size)
-    asked = cache, (n_prompts, min(run.sizes.prompts)), settings, group_size
+    shape = n_prompts, min(run.sizes.prompts)
     with run.fabric.autocast():
-        needs, warning = rollout_needs(backbone, *asked), explain_code_record(backbone, *asked)
+        needs = rollout_needs(backbone, cache, shape, settings, group_size)
+        warning = explain_code_record(backbone, cache, shape, cfg.rollout, group_size)
     sizes = {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
     there = available_memory(run.fabric.device)
     if "rl" in cfg.stages and sum(sizes.values()) > there:
@@ -195,7 +196,7 @@ def check_rollout_memory(run: Run, backbone: PreTrainedModel) -> None:
             f"a rollout of {group_size} responses to each of {n_prompts} prompts needs at least "
             f"{', '.join(parts)}, more than the {human_bytes(there)} of memory here"
         )
-    if "rl" in cfg.stages and warning is not None:
+    if "rl" in cfg.stages and warning is not None and run.is_rank_zero:
         log.warning(warning)
 
 

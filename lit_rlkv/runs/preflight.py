@@ -16,6 +16,7 @@ from lit_rlkv.experience.minibatches import check_minibatches
 from lit_rlkv.experience.reward import RewardRule, accuracy_component, check_verifiable, rewarding
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.modules.base import PolicyModule
+from lit_rlkv.planning.models import needed_roles
 from lit_rlkv.runs.parts import Parts
 from lit_rlkv.tasks import FiniteTask
 
@@ -34,14 +35,7 @@ class CheckedConfig(Config):
     @property
     def needed_roles(self) -> set[str]:
         """Roles that advantage, KL, reward, distillation and callbacks need beside the policy."""
-        needed = set(self.parts.advantage.needs)
-        if self.reward.learned != 0:
-            needed.add("reward")
-        if self.algorithm.kl.weight > 0:
-            needed.add("reference")
-        for callback in (self.parts.distillation, *self.parts.user_callbacks):
-            needed |= set(getattr(callback, "needs", ()))
-        return needed
+        return needed_roles(self, self.parts.advantage, [self.parts.distillation, *self.parts.user_callbacks])
 
 
 @contextmanager

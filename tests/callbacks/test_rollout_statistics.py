@@ -39,7 +39,7 @@ def test_the_bytes_of_what_replay_reads_are_counted():
     experience = make_datamodule(make_roles(), rollout={"top_k": 20}).collect()
     rollout = experience.rollout
     assert recorded_bytes(experience) == {
-        "kv/recorded_bytes/evicted_at": 4 * rollout.evicted_at.numel(),
+        "kv/recorded_bytes/evicted_at": 2 * rollout.evicted_at.numel(),
         # 20 ids for each response token, and a count for each column
         "kv/recorded_bytes/sampling_masks": 4 * (20 * int(rollout.response_mask.sum()))
         + 4 * rollout.input_ids.numel(),

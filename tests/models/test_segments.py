@@ -154,7 +154,7 @@ def test_a_shared_prompt_is_not_copied_for_its_responses(monkeypatch):
 def test_a_record_one_column_late_is_found():
     model = tiny_model()
     rollout = sample(model, CacheSpec("h2o", **SIZES))
-    late = rollout.record.evicted_at.clamp(max=2**31 - 2) + 1
+    late = rollout.evicted_at.clamp(max=2**31 - 2) + 1
     with use_shadow_attention("segments"):
         gap, _ = replayed(model, replace(rollout, record=replace(rollout.record, evicted_at=late)))
     assert gap > 1e-2

@@ -124,8 +124,9 @@ def test_heads_of_a_layer_with_fewer_of_them_stand_repeated_in_the_table():
     assert torch.equal(full[:, 0], full[:, 1])
     assert not torch.equal(full[:, 0], full[:, 2])
     assert rollout.kv_bytes == 2 * n_rows * dim * 4 * (4 * 5 + 2 * (9 + 3) + 4 * 5)
-    rollout.evicted_at[:, 1] = full.flip(1)
-    assert gap(model, rollout) > 1e-2
+    swapped = rollout.evicted_at.clone()
+    swapped[:, 1] = full.flip(1)
+    assert gap(model, rollout.with_record(evicted_at=swapped)) > 1e-2
 
 
 def test_a_window_wider_than_the_sequence_changes_nothing():

@@ -41,6 +41,9 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
         "KV cache": 2 * 2 * 16 * 2 * 9 * 8 * 4,
         "logits of a step": 16 * 51 * (4 + 12),
         "record of evictions": 2 * (16 + 16) * 2 * 16 * 2,
+        "columns of slots": 2 * 16 * 2 * 9 * 8,
+        # (3.5 intermediate + 4 hidden) numbers of each token of 4 prompts
+        "activations of prompts": int(4 * 6 * (3.5 * 32 + 4 * 32) * 4),
     }
     first, *lines = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
     assert "4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache random 7+2" in first
@@ -119,12 +122,12 @@ def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
 
 
 def test_what_the_sampler_keeps_is_a_need_of_its_own():
-    assert not {what for what in needs() if "masks" in what or "sorted" in what}
+    assert not {what for what in needs() if "masks" in what}
     # 16 responses of 10 tokens, each with 20 ids of 4 bytes; 51 tokens are the whole vocabulary
     record = "record of sampling masks, at most"
     assert needs(top_k=20)[record] == 16 * 10 * 20 * 4
     assert needs(top_k=99)[record] == 16 * 10 * 51 * 4
-    assert needs(top_p=0.9, max_rows=8)["sorted logits of a step"] == 8 * 51 * 26
+    assert needs(top_p=0.9, max_rows=8)["logits of a step"] == 8 * 51 * (4 + 12 + 26)
     found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.record.sampling_masks
     assert found.token_ids.nbytes <= needs(top_k=20)[record]
 

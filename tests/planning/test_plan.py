@@ -105,6 +105,7 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
     [
         ("gpu=H900", "gpu=H900 is no card known here and no size; give one of RTX3090"),
         ("gpu=0GB", "is no card"),
+        ("gpu=9090", "is no card"),
         ("gpu=1e30GB", "is no card"),
         ("prompt=-3", "prompt must be the tokens of a prompt, got -3"),
         ("prompt=x", "prompt must be"),
@@ -126,7 +127,7 @@ def test_a_config_of_an_unknown_type_is_refused(tmp_path):
         plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
 
 
-@pytest.mark.parametrize("name", ["h100", "NVIDIA H100", "24GB", "24 GiB", "24", "rtx 4090"])
+@pytest.mark.parametrize("name", ["h100", "NVIDIA H100", "H100 80GB", "24GB", "24 GiB", "24", "4090"])
 def test_cards_are_found_by_name_and_by_size(name):
     card = find_card(name)
     assert 0.8 * card.memory < card.usable < card.memory

@@ -14,6 +14,7 @@ from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.planning import cards
 from lit_rlkv.run_files import PASS_SIZE
 from lit_rlkv.runs import pass_size
 from lit_rlkv.runs.pass_size import (
@@ -166,7 +167,7 @@ def test_given_numbers_are_taken_as_they_are(tmp_path, has_memory, n_bytes):
 def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     total = psutil.virtual_memory().total
     limit, other = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
-    monkeypatch.setattr(pass_size, "CGROUP_LIMITS", (str(limit), str(other)))
+    monkeypatch.setattr(cards, "CGROUP_LIMITS", (str(limit), str(other)))
     assert machine_memory() == total  # no container
     limit.write_text("max\n")
     assert machine_memory() == total
@@ -235,9 +236,9 @@ def test_a_rollout_whose_cache_and_records_exceed_the_memory_is_refused(
     context, backbone = make_context(tmp_path, *options), make_model()
     n_columns = min(context.sizes.prompts) + n_new
     n_responses = 8 if "rollout.n_shards=2" in options else 16
-    # keys and values in float32 of 2 layers, 2 KV heads, 8 dims; 4 bytes for each key of each head
+    # keys and values in float32 of 2 layers, 2 KV heads, 8 dims; 2 bytes for each key of each head
     cache = 2 * (n_slots or n_columns) * 2 * n_rows * 2 * 8 * 4
-    needed = cache + 2 * (n_rows + n_responses) * 2 * n_columns * 4
+    needed = cache + 2 * (n_rows + n_responses) * 2 * n_columns * 2
     monkeypatch.setattr(pass_size, "available_memory", lambda device: needed)
     check_rollout_memory(context, backbone)
     monkeypatch.setattr(pass_size, "available_memory", lambda device: needed - 1)
