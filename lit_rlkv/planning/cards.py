@@ -15,7 +15,7 @@ CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
 """Bytes of a GPU that driver and libraries take, and share of the rest lost between allocations: assumed."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: ?Gi?B?)?", re.IGNORECASE)
-SIZE_AFTER, MOST_GIB = re.compile(r"\d+gb$"), 512
+SIZE_AFTER, MOST_GIB = re.compile(r"[ _-]+\d+ ?gi?b$", re.IGNORECASE), 512
 SLOWER = {"pcie", "nvl"}
 """Words in the names of cards that are slower than the one of the same name in `CARDS`."""
 
@@ -74,7 +74,7 @@ def find_card(name: str | None) -> Card:
         return _own_card()
     known = {_plain(one): card for one, card in CARDS.items()}
     plain = _plain(name)
-    found = known.get(plain) or known.get(f"rtx{plain}") or known.get(SIZE_AFTER.sub("", plain))
+    found = known.get(plain) or known.get(f"rtx{plain}") or known.get(_plain(SIZE_AFTER.sub("", name)))
     if found is not None:
         return found
     size = SIZE.fullmatch(name.strip())
@@ -95,7 +95,7 @@ def _own_card() -> Card:
     memory = int(torch.cuda.get_device_properties(0).total_memory)
     words = [_plain(word) for word in re.findall(r"\w+", name)]
     words += [first + second for first, second in pairwise(words)]  # RTX 4090
-    alike = [card for card in CARDS.values() if SIZE_AFTER.sub("", _plain(card.name)) in words]
+    alike = [card for card in CARDS.values() if _plain(SIZE_AFTER.sub("", card.name)) in words]
     if not alike or SLOWER & {*words}:
         return Card(name, memory)
     like = min(alike, key=lambda card: abs(card.memory - memory))

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen3Config
@@ -103,7 +104,7 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("gpu=H900", "gpu=H900 is no card known here and no size; give one of RTX3090"),
+        ("gpu=H900", "gpu=H900 is no card known here and no size up to 512 GB; give one of RTX3090"),
         ("gpu=0GB", "is no card"),
         ("gpu=9090", "is no card"),
         ("gpu=1e30GB", "is no card"),
@@ -137,3 +138,24 @@ def test_cards_are_found_by_name_and_by_size(name):
 def test_a_size_has_the_speed_of_the_nearest_card():
     assert find_card("80GB").bandwidth in (CARDS["H100"].bandwidth, CARDS["A100"].bandwidth)
     assert find_card(None).usable > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "like"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA H100 PCIe", 79.1, None),
+        ("NVIDIA L40", 44.5, None),
+    ],
+)
+def test_a_card_of_this_machine_has_its_own_speed_or_none(monkeypatch, name, gib, like):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    properties = SimpleNamespace(total_memory=int(gib * GIB))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: properties)
+    found = find_card(None)
+    assert found.name == name
+    assert found.bandwidth == (None if like is None else CARDS[like].bandwidth)
