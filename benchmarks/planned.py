@@ -1,6 +1,7 @@
 """What a budget buys on a card, planned: responses at a time with all keys, 2,048 and 1,024 of them.
 
     python benchmarks/planned.py [--gpu 24GB] [--tokens 4096 16384 32768] [--models qwen3-4b ...]
+    python benchmarks/planned.py --recipes                        the recipes of conf/recipe for a card
 
 Printed are the responses that the card decodes at a time, in groups of 8 after prompts of 512 tokens, and the
 longest sequence that its learner takes: LoRA of rank 32 on bfloat16 weights. It is `python -m lit_rlkv.plan`
@@ -86,12 +87,59 @@ def cells(name: str, card: Card, lengths: list[int], *, is_packed: bool) -> list
     return [*found, f"{planner.longest():,}"]
 
 
+RECIPES = {
+    "qwen3-1.7b-24gb": ("qwen3-1.7b", "24GB"),
+    "qwen3-4b-24gb": ("qwen3-4b", "24GB"),
+    "qwen3-8b-80gb": ("qwen3-8b", "H100"),
+    "qwen3-8b-8x80gb": ("qwen3-8b", "H100"),
+}
+"""Model and card of each recipe."""
+
+
+def planner_of(recipe: str, folder: str) -> Planner:
+    """Return the planner of a recipe, whose model's config is written to a folder."""
+    name, gpu = RECIPES[recipe]
+    MODELS[name].save_pretrained(folder)
+    cfg = config_of([f"recipe={recipe}", f"model.path={folder}"])
+    n_ranks = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) else 1
+    roles = roles_of(cfg)
+    count = PassBytes(roles.backbone("policy"), is_fused=True)
+    return Planner(cfg, roles, count, find_card(gpu), n_prompt=512, n_ranks=n_ranks)
+
+
+def recipe_cells(recipe: str) -> list[str]:
+    """Return card, length, keys, rows, both peaks, tokens/s and hours of 1,000 iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        planner = planner_of(recipe, folder)
+    row = planner.row(planner.cache)
+    assert row.rollout_s is not None
+    assert row.update_s is not None
+    n_tokens = planner.cfg.rollout.max_new_tokens
+    n_sampled = planner.n_responses * planner.n_ranks * n_tokens
+    peaks = [f"{sum(parts.values()) / 2**30:.1f}" for parts in (row.rollout, row.update)]
+    return [
+        recipe,
+        f"{planner.n_ranks} × {RECIPES[recipe][1]}" if planner.n_ranks > 1 else RECIPES[recipe][1],
+        f"{n_tokens:,}",
+        f"{planner.cache.budget:,}",
+        f"{row.n_rows} of {planner.n_responses}",
+        *peaks,
+        f"{n_sampled / row.rollout_s:,.0f}",
+        f"{1000 * (row.rollout_s + row.update_s) / 3600:,.0f}",
+    ]
+
+
 def main() -> None:
     parser = command_line.Parser(__doc__)
     parser.add_argument("--gpu", default="24GB", help="a card or its memory")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384, 32_768])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--recipes", action="store_true", help="the recipes for a card")
     args = parser.parse_args()
+    if args.recipes:
+        heads = ["recipe", "card", "tokens", "keys", "rows", "rollout GiB", "update GiB", "tokens/s", "hours"]
+        print(text_table(heads, [recipe_cells(recipe) for recipe in RECIPES]))
+        return
     card = find_card(args.gpu)
     cases = [(name, packed) for name in args.models for packed in (False, True) if not packed or "8b" in name]
     rows = [cells(name, card, args.tokens, is_packed=packed) for name, packed in cases]

@@ -106,7 +106,6 @@ class Planner:
     @cached_property
     def model_bytes(self) -> Bytes:
         """Bytes of weights, gradients and optimizer of a rank."""
-        is_sharded = self.cfg.fabric.strategy == "fsdp2"
         found = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
         for weight in self.roles.parameters():
             found["weights"] += weight.numel() * self._size(weight)
@@ -115,7 +114,7 @@ class Planner:
                 found["optimizer"] += 2 * weight.numel() * weight.itemsize
                 if self.dtype != weight.dtype and self.trains_all:
                     found["weights"] += weight.numel() * AUTOCAST_BYTES
-        return {what: int(n / (self.n_ranks if is_sharded else 1)) for what, n in found.items()}
+        return {what: int(n / (self.n_ranks if self.is_sharded else 1)) for what, n in found.items()}
 
     def _size(self, weight: nn.Parameter) -> float:
         """Return the bytes of each number of a weight."""
@@ -133,6 +132,11 @@ class Planner:
         linear = {id(one.weight) for one in self.roles.backbones.modules() if isinstance(one, nn.Linear)}
         adapters = {id(weight) for weight in self.roles.parameters() if weight.requires_grad}
         return linear - heads - adapters
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if each rank holds a part of the weights."""
+        return self.cfg.fabric.strategy == "fsdp2"
 
     @property
     def trains_all(self) -> bool:
@@ -199,11 +203,20 @@ class Planner:
             del needs[PREFILL]
         else:
             del needs[STEP]
-        return models | needs
+        return models | self._gathered(is_whole=self.cfg.fabric.unshard_rollout) | needs
+
+    def _gathered(self, *, is_whole: bool) -> Bytes:
+        """Return the bytes of sharded weights that are gathered at a time: all, or two layers' share."""
+        if not self.is_sharded:
+            return {}
+        n_bytes = sum(weight.numel() for weight in self.policy.parameters()) * self.dtype.itemsize
+        n_layers = int(text_config(self.policy).num_hidden_layers)
+        return {"gathered weights": n_bytes if is_whole else 2 * n_bytes // n_layers}
 
     def update_bytes(self, n_rows: int) -> Bytes:
         """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
-        return self.model_bytes | self.pass_bytes.of_pass(n_rows, self.n_columns, self.checkpoints)
+        needs = self.pass_bytes.of_pass(n_rows, self.n_columns, self.checkpoints)
+        return self.model_bytes | self._gathered(is_whole=False) | needs
 
     @property
     def most_sequences(self) -> int:
