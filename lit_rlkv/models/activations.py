@@ -225,12 +225,15 @@ def _in_tiles(
     layer: nn.Module,
     module: nn.Module,
     as_now: Restored,
-    hidden: Float[Tensor, "batch seq *rest"],
-) -> Float[Tensor, "batch seq *rest"]:
+    hidden: Float[Tensor, "*tokens dim"],
+) -> Float[Tensor, "*tokens dim"]:
     """Return a module's output, tile by tile where its layer is checkpointed.
 
-    What a norm gives to an MLP is not kept: a tile of the MLP begins with the norm.
+    A tile of an MLP begins with the norm before it, whose output is kept only for others that read it, as
+    attention beside the MLP does.
     """
+    if hidden.ndim == 2:  # tokens of all rows
+        return _in_tiles(forward, layer, module, as_now, hidden[None])[0]
     is_short = hidden.shape[:2].numel() <= TILE
     if is_short or not (layer.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return forward(hidden)
@@ -240,10 +243,10 @@ def _in_tiles(
     if (before := getattr(hidden, "_tiled_by", None)) is not None:
         hidden, norm, trained_before = before
         forward, trained = partial(_after, norm, forward), trained_before + trained
-    else:
-        # Saved first and alone: then the recomputation of a layer that saves nothing after it ends here.
-        hidden = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
-    out: Tensor = _Tiles.apply(hidden, hidden.grad_fn, forward, as_now(), *trained)  # type: ignore[no-untyped-call]
+    # Saved before it runs: then the recomputation of a layer that saves nothing after it ends here. Each
+    # module saves its own, because a checkpoint gives what it saved only once.
+    saved: Tensor = _Saved.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    out: Tensor = _Tiles.apply(saved, saved.grad_fn, forward, as_now(), *trained)  # type: ignore[no-untyped-call]
     if _is_norm(module):  # which is cheap to compute again
         out._tiled_by = hidden, forward, trained  # type: ignore[attr-defined]
     return out

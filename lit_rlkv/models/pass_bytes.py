@@ -141,7 +141,8 @@ class _Count:
         adapter = next((name for layer in adapted for name in layer.lora_A), None)
         with ExitStack() as stack:
             for number, layer in enumerate(layers):
-                stack.callback(layer.register_forward_pre_hook(partial(self._enter_layer, number)).remove)
+                enter = partial(self._enter_layer, number)
+                stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(layer.register_forward_hook(self._leave_layer).remove)
                 for module in tokenwise_modules(layer):
                     stack.callback(module.register_forward_pre_hook(self._enter_tiles).remove)
@@ -185,10 +186,13 @@ class _Count:
             self._saved[place] = number, is_in_tiles and self._n_tiles > 0, tensor
         return tensor
 
-    def _enter_layer(self, number: int, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _enter_layer(
+        self, number: int, layer: nn.Module, args: tuple[Tensor, ...], named: dict[str, Any]
+    ) -> None:
         self._layer = number
         self._weights |= {_storage(tensor) for tensor in layer.parameters()}  # gathered, of sharded layers
-        self._inputs[number] = args[0].untyped_storage().nbytes()
+        hidden: Tensor = args[0] if args else named["hidden_states"]
+        self._inputs[number] = hidden.untyped_storage().nbytes()
 
     def _leave_layer(self, layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
         self._layer = -1

@@ -1,8 +1,9 @@
 """Sizes chosen from memory: tokens in a pass of the learner, and rows in an evaluation."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 
 import psutil
@@ -15,6 +16,7 @@ from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import AUTO
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
+from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.out_of_memory import MemoryExhaustedError
 from lit_rlkv.planning.advice import SETTINGS, explain_code_record
@@ -32,50 +34,67 @@ MAX_ROWS = 512
 """Most rows that an evaluation samples at a time."""
 
 
-def choose_checkpoints(
-    run: Run, module: nn.Module, backbone: PreTrainedModel, *, n_graphs: int = 1
-) -> Checkpoints:
-    """Return `roles.gradient_checkpointing`, or the fastest choice whose bytes fit into the memory.
-
-    All activations, if a pass of `fabric.tokens_per_pass` fits with them; else the inputs of layers; on CUDA
-    these in host memory, if otherwise not even the longest row would fit. Of several ranks, the one with the
-    least memory decides; all must call this.
+class PassNeeds:
+    """Bytes of passes of a backbone, counted once, when they are first asked for: by all ranks together.
 
     Args:
-        module, backbone, n_graphs: see `tokens_per_pass`.
+        backbone: the backbone that learns.
+        n_graphs: forwards of a pass that wait for their backward at the same time.
+    """
+
+    def __init__(self, run: Run, backbone: PreTrainedModel, n_graphs: int = 1) -> None:
+        self.backbone = backbone
+        self._run, self._n_graphs = run, n_graphs
+
+    @cached_property
+    def _count(self) -> PassBytes:
+        with self._run.fabric.autocast():
+            return PassBytes(self.backbone)
+
+    def of_pass(self, n_rows: int, n_columns: int, checkpoints: Checkpoints) -> int:
+        """Return the bytes of a pass of rows of so many tokens."""
+        parts = self._count.of_pass(n_rows, n_columns, checkpoints)
+        return (self._n_graphs - 1) * parts["kept"] + sum(parts.values())
+
+
+def choose_checkpoints(run: Run, module: nn.Module, needs: PassNeeds) -> Checkpoints:
+    """Return `roles.gradient_checkpointing`, or the fastest choice whose bytes fit into the memory.
+
+    All activations, if a pass of `fabric.tokens_per_pass` fits with them and none has run out of memory in
+    this run; else the inputs of layers; on CUDA these in host memory, if otherwise not even the longest row
+    would fit. Of several ranks, the one with the least memory decides; all must call this.
+
+    Args:
+        module: everything that is in memory and that trains.
+        needs: bytes of passes of the backbone that learns.
     """
     given = run.cfg.roles.gradient_checkpointing
     if given != "auto":
         return given
-    if not checkpointed_layers(backbone):
+    if not checkpointed_layers(needs.backbone):
         return False
-    count, n_columns, room = _counted(run, backbone), _longest(run), _room(run, module)
-    n_tokens = run.pass_limit if run.cfg.fabric.tokens_per_pass == AUTO else run.cfg.fabric.tokens_per_pass
-    n_rows = max(int(n_tokens) // n_columns, 1)
+    n_columns, room = _longest(run), _room(run, module)
+    n_tokens = run.cfg.fabric.tokens_per_pass
+    n_rows = max((TOKENS_PER_PASS if n_tokens == AUTO else int(n_tokens)) // n_columns, 1)
     ways: list[Checkpoints] = [False, True, "host"]
-    ways = ways if backbone.device.type == "cuda" else ways[:2]
-    needs = [count(1 if way else n_rows, n_columns, way, n_graphs) for way in ways]
-    first = next((number for number, needed in enumerate(needs) if needed <= room), len(ways) - 1)
-    chosen = ways[run.ranks.all_reduce_max(first)]
+    ways = ways if needs.backbone.device.type == "cuda" else ways[:2]
+    sizes = [needs.of_pass(1 if way else n_rows, n_columns, way) for way in ways]
+    has_failed = run.pass_limit < TOKENS_PER_PASS
+    fitting = (n for n, size in enumerate(sizes) if size <= room and (n > 0 or not has_failed))
+    chosen = ways[run.ranks.all_reduce_max(next(fitting, len(ways) - 1))]
     log.info(
         "roles.gradient_checkpointing=auto: %s; with all activations %d rows of %d tokens would take %s, "
-        "with the inputs of layers alone a row %s, and there are %s",
+        "with the inputs of layers alone a row %s, and there are %s%s",
         str(chosen).lower(),
         n_rows,
         n_columns,
-        *(human_bytes(n_bytes) for n_bytes in (*needs[:2], room)),
+        *(human_bytes(n_bytes) for n_bytes in (*sizes[:2], room)),
+        "; a pass ran out of memory before" if has_failed else "",
     )
     return chosen
 
 
-def tokens_per_pass(
-    run: Run,
-    module: nn.Module,
-    backbone: PreTrainedModel,
-    checkpoints: Checkpoints,
-    *,
-    n_graphs: int = 1,
-) -> int:
+def tokens_per_pass(run: Run, module: nn.Module, needs: PassNeeds, checkpoints: Checkpoints) -> int:
     """Return `fabric.tokens_per_pass`, or what should fit into the memory of the device.
 
     After a pass that did not fit, `Run.pass_limit` bounds it. Of several ranks, the one with the least
@@ -83,16 +102,15 @@ def tokens_per_pass(
 
     Args:
         module: everything that is in memory and that trains.
-        backbone: the backbone that learns.
+        needs: bytes of passes of the backbone that learns.
         checkpoints: what it keeps for the backward pass.
-        n_graphs: forwards of a pass that wait for their backward at the same time.
     """
     given = run.cfg.fabric.tokens_per_pass
     if given != AUTO:
         return int(given)
-    count, n_columns, room = _counted(run, backbone), _longest(run), _room(run, module)
+    n_columns, room = _longest(run), _room(run, module)
     n_rows = -(-run.pass_limit // n_columns)
-    while n_rows > 1 and (needed := count(n_rows, n_columns, checkpoints, n_graphs)) > room:
+    while n_rows > 1 and (needed := needs.of_pass(n_rows, n_columns, checkpoints)) > room:
         n_rows = max(min(n_rows * room // needed, n_rows - 1), 1)
     found = _least(run, min(run.pass_limit, n_rows * n_columns))
     log.info("fabric.tokens_per_pass=auto: %d", found)
@@ -106,18 +124,6 @@ def _longest(run: Run) -> int:
 
 def _room(run: Run, module: nn.Module) -> int:
     return int(FOR_PASSES * free_memory(run, module))
-
-
-def _counted(run: Run, backbone: PreTrainedModel) -> Callable[[int, int, Checkpoints, int], int]:
-    """Return a function that counts the bytes of a pass, of rows, columns, checkpoints and graphs."""
-    with run.fabric.autocast():
-        count = PassBytes(backbone)
-
-    def needed(n_rows: int, n_columns: int, checkpoints: Checkpoints, n_graphs: int) -> int:
-        parts = count.of_pass(n_rows, n_columns, checkpoints)
-        return (n_graphs - 1) * parts["kept"] + sum(parts.values())
-
-    return needed
 
 
 def evaluation_rows(

@@ -11,7 +11,7 @@ from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.runs.pass_size import choose_checkpoints, tokens_per_pass
+from lit_rlkv.runs.pass_size import PassNeeds, choose_checkpoints, tokens_per_pass
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import source_ids
@@ -32,9 +32,10 @@ def train_policy(
     cfg = run.cfg
     # Distillation adds a forward of the policy under the other view; a teacher's keeps nothing.
     n_graphs = module.n_graphs + isinstance(run.parts.distillation, ShadowDistillation)
-    roles, learner = module.roles, module.roles.backbone("policy")
-    roles.keep_for_backward(choose_checkpoints(run, module, learner, n_graphs=n_graphs))
-    n_tokens = tokens_per_pass(run, module, learner, roles.checkpoints_layers, n_graphs=n_graphs)
+    roles = module.roles
+    needs = PassNeeds(run, roles.backbone("policy"), n_graphs)
+    roles.keep_for_backward(choose_checkpoints(run, module, needs))
+    n_tokens = tokens_per_pass(run, module, needs, roles.checkpoints_layers)
     datamodule = RolloutDataModule(run, module, callbacks, n_tokens)
     datamodule.sources = source_ids(cfg)
     for callback in callbacks:

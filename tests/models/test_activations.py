@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CohereConfig, Gemma4TextConfig, PhiConfig
 
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import activations, prepare_backbone, replay_logps
@@ -16,10 +17,22 @@ from lit_rlkv.models.adapters import LoraSpec, add_adapter, lora_layers, use_ada
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models.test_hybrids import hybrid
-from tests.models_zoo import PAD, ragged_prompts, tiny_model
+from tests.models_zoo import PAD, SIZE, build, ragged_prompts, tiny_model
 from tests.tiers import short_tier
 
 CACHE = CacheSpec("snapkv", budget=8, interval=3, sink=1, window=3)
+OTHERS = {
+    "qwen3_next": lambda: hybrid("qwen3_next"),
+    "cohere": lambda: build(CohereConfig(**SIZE)),  # one norm before attention and MLP
+    "phi": lambda: build(PhiConfig(**SIZE)),
+    "gemma4": lambda: build(  # a norm of the experts maps the tokens of all rows
+        Gemma4TextConfig(
+            **SIZE, head_dim=8, global_head_dim=8, enable_moe_block=True, num_experts=4, top_k_experts=2,
+            moe_intermediate_size=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0,
+        )
+    ),
+}  # fmt: skip
+"""Models that are not in the zoo."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +42,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def base(family: str) -> nn.Module:
-    return prepare_backbone(hybrid(family)) if family == "qwen3_next" else tiny_model(family)
+    return prepare_backbone(OTHERS[family]()) if family in OTHERS else tiny_model(family)
 
 
 def learner(family: str, *, trains_all: bool) -> nn.Module:
@@ -78,8 +91,8 @@ def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 @pytest.mark.parametrize(
     "family",
     short_tier(
-        ["llama", "gpt2", "gemma2", "qwen3", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_next"],
-        ["llama", "gemma2", "qwen3_next"],
+        ["llama", "gpt2", "gemma2", "qwen3", "gemma3", "qwen3_moe", "deepseek_v3", *OTHERS],
+        ["llama", "gemma2", *OTHERS],
     ),
 )
 def test_gradients_are_those_of_plain_layers(family: str, trains_all: bool, on_host: bool):

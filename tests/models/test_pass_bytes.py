@@ -54,6 +54,16 @@ def test_it_needs_no_weights():
     assert PassBytes(copy.deepcopy(model).to("meta"), is_fused=True).of_pass(3, 2000, True) == expected
 
 
+def test_layers_may_get_their_input_by_name():
+    model = qwen3()
+    expected = PassBytes(model).of_pass(3, 2000, True)
+    for layer in activations.checkpointed_layers(model):
+        layer.register_forward_pre_hook(
+            lambda layer, args, named: ((), {"hidden_states": args[0], **named}), with_kwargs=True
+        )
+    assert PassBytes(model).of_pass(3, 2000, True) == expected
+
+
 def test_a_trained_scorer_keeps_the_keys_and_values_that_checkpoints_do_not():
     model = qwen3()
     plain = [PassBytes(model).of_pass(1, 10, checkpoints)["kept"] for checkpoints in (False, True)]

@@ -20,6 +20,7 @@ from lit_rlkv.runs import pass_size
 from lit_rlkv.runs.pass_size import (
     FOR_PASSES,
     MAX_ROWS,
+    PassNeeds,
     available_memory,
     check_rollout_memory,
     choose_checkpoints,
@@ -54,11 +55,11 @@ def test_auto_fills_its_share_of_the_memory_beside_weights_gradients_and_moments
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in roles.parameters()]
     weights = sum(size for size, _ in sizes) + 3 * sum(size for size, is_learned in sizes if is_learned)
 
-    def found(n_rows: int, share: float = 1.01, **options) -> int:
+    def found(n_rows: int, share: float = 1.01, n_graphs: int = 1) -> int:
         parts = count.of_pass(n_rows, n_columns, False)
-        n_bytes = (options.get("n_graphs", 1) - 1) * parts["kept"] + sum(parts.values())
+        n_bytes = (n_graphs - 1) * parts["kept"] + sum(parts.values())
         has_memory(weights + int(share * n_bytes / FOR_PASSES))
-        return tokens_per_pass(context, roles, backbone, False, **options)
+        return tokens_per_pass(context, roles, PassNeeds(context, backbone, n_graphs), False)
 
     has_memory(weights + 1000)
     assert free_memory(context, roles) == 1000
@@ -93,7 +94,7 @@ def test_checkpoints_are_as_few_as_fit(tmp_path, has_memory, caplog, monkeypatch
 
     def choose(room, backbone=backbone):
         monkeypatch.setattr(pass_size, "_room", lambda run, module: room)
-        return choose_checkpoints(context, roles, backbone)
+        return choose_checkpoints(context, roles, PassNeeds(context, backbone))
 
     of_pass = sum(count.of_pass(TOKENS_PER_PASS // n_columns, n_columns, False).values())
     assert [choose(room) for room in (of_pass, of_pass - 1, 0)] == [False, True, True]
@@ -110,11 +111,29 @@ def test_checkpoints_are_as_few_as_fit(tmp_path, has_memory, caplog, monkeypatch
     assert choose(0) is False
 
 
+def test_after_a_pass_that_ran_out_of_memory_a_run_keeps_no_more_than_before(tmp_path, monkeypatch):
+    out_of_memory(make_context(tmp_path, folder=tmp_path), TOKENS_PER_PASS)
+    context, roles = make_context(tmp_path, folder=tmp_path), make_roles()
+    needs, n_columns = PassNeeds(context, roles.backbone("policy")), pass_size._longest(context)
+
+    def choose(n_tokens):
+        room = needs.of_pass(n_tokens // n_columns, n_columns, False)
+        monkeypatch.setattr(pass_size, "_room", lambda run, module: room)
+        return choose_checkpoints(context, roles, needs)
+
+    sizes = (TOKENS_PER_PASS // 2, TOKENS_PER_PASS)
+    assert context.pass_limit == sizes[0]
+    assert [choose(n_tokens) for n_tokens in sizes] == [True, True]
+    context.pass_limit = TOKENS_PER_PASS  # none has failed
+    assert [choose(n_tokens) for n_tokens in sizes] == [True, False]
+
+
 @pytest.mark.parametrize("given", [True, False, "host"])
 def test_given_checkpoints_are_taken_as_they_are(tmp_path, has_memory, given):
     has_memory(0)
     context, roles = make_context(tmp_path, f"roles.gradient_checkpointing={given}".lower()), make_roles()
-    assert choose_checkpoints(context, roles, roles.backbone("policy")) == given
+    needs = PassNeeds(context, roles.backbone("policy"))
+    assert choose_checkpoints(context, roles, needs) == given
 
 
 def out_of_memory(run, n_tokens):
@@ -131,7 +150,7 @@ def test_a_run_that_ran_out_of_memory_resumes_with_half_of_the_pass(tmp_path, ha
     for n_tokens, limit in ((100, 50), (50, 25), (1, 1)):
         out_of_memory(make_context(tmp_path, folder=tmp_path), n_tokens)
         context = make_context(tmp_path, folder=tmp_path)
-        assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == limit
+        assert tokens_per_pass(context, roles, PassNeeds(context, roles.backbone("policy")), False) == limit
     (tmp_path / PASS_SIZE).write_text("[]")
     with pytest.raises(DamagedFileError, match=PASS_SIZE):
         make_context(tmp_path, folder=tmp_path)
@@ -160,7 +179,7 @@ def test_given_numbers_are_taken_as_they_are(tmp_path, has_memory, n_bytes):
     has_memory(n_bytes)
     context = make_context(tmp_path, "fabric.tokens_per_pass=123", "evaluation.batch_size=1000")
     roles = make_roles()
-    assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == 123
+    assert tokens_per_pass(context, roles, PassNeeds(context, roles.backbone("policy")), False) == 123
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 1000
 
 
@@ -214,10 +233,11 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatc
     context, roles = make_context(tmp_path, "evaluation.batch_size=auto"), make_roles()
     has_memory(GIB)
     monkeypatch.setattr("lit_rlkv.runs.run.ranks_of", lambda fabric: Other())
-    assert tokens_per_pass(context, roles, roles.backbone("policy"), False) == 7
+    assert tokens_per_pass(context, roles, PassNeeds(context, roles.backbone("policy")), False) == 7
     assert evaluation_rows(context, roles, roles.backbone("policy"), [SPARSE]) == 7
     monkeypatch.setattr(Other, "all_gather_object", lambda self, values: [*values, 1])
-    assert choose_checkpoints(context, roles, roles.backbone("policy")) is True  # here all would fit
+    needs = PassNeeds(context, roles.backbone("policy"))
+    assert choose_checkpoints(context, roles, needs) is True  # here all would fit
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.config import ConfigError
+from lit_rlkv.runs import pass_size
 from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import load_trainable, trainable_weights
 from lit_rlkv.runs.policy import make_policy
@@ -207,3 +209,11 @@ def test_diagnostics_read_no_more_tokens_at_a_time_than_the_learner(joint, tmp_p
         diagnostic.on_fit_start(None, module)
     train_policy(parts, module, [large, small])
     assert (large.tokens_per_pass, small.tokens_per_pass) == (100, 50)
+
+
+def test_bytes_of_passes_are_counted_once(joint, tmp_path):
+    asked = ["stages=[rl]", f"model.path={joint}", "algorithm.n_iterations=1"]
+    parts = Run(config(tmp_path, *asked), folder=tmp_path)
+    with patch.object(pass_size, "PassBytes", wraps=pass_size.PassBytes) as count:
+        train_policy(parts, make_policy(parts, joint), [])
+    assert count.call_count == 1
