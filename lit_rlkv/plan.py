@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lit_rlkv.cli import compose_arguments, run_command
-from lit_rlkv.config import Config, check_keys, check_targets, parse_config, require
+from lit_rlkv.config import Config, as_config_errors, check_keys, check_targets, parse_config, require
 from lit_rlkv.config.run_labels import Choices
 
 USAGE = """python -m lit_rlkv.plan [settings of fit] [gpu=24GB|H100|...] [prompt=512] [to=FILE.yaml] [--json]
@@ -81,9 +81,10 @@ def plan(asked: PlanArguments) -> None:
     """
     from rich.console import Console
 
-    from lit_rlkv.models.pass_bytes import PassBytes
+    from lit_rlkv.kvcache import CacheSpec
+    from lit_rlkv.models.backbone import check_length
     from lit_rlkv.planning.cards import find_card
-    from lit_rlkv.planning.models import roles_of
+    from lit_rlkv.planning.models import pass_bytes_of, roles_of
     from lit_rlkv.planning.plan import Planner
     from lit_rlkv.planning.recipe import recipe
     from lit_rlkv.reporting.plan_screen import as_values, screen
@@ -91,12 +92,17 @@ def plan(asked: PlanArguments) -> None:
     cfg = asked.config
     check_targets(cfg.source)
     n_own = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) and cfg.fabric.devices > 0 else 1
+    with as_config_errors("cache"):
+        CacheSpec.of(cfg.cache)
     card, roles = find_card(asked.gpu), roles_of(cfg)
-    pass_bytes = PassBytes(roles.backbone("policy"), is_fused=card.is_gpu)
-    planner = Planner(cfg, roles, pass_bytes, card, asked.n_prompt, n_own * cfg.fabric.num_nodes)
-    rows = planner.rows()
-    chosen = next(row for row in rows if row.cache == planner.cache)
-    changes = planner.changes(chosen)
+    planner = Planner(
+        cfg, roles, pass_bytes_of(roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
+    )
+    with as_config_errors("plan"):
+        check_length(planner.policy, planner.n_columns)
+        rows = planner.rows()
+        chosen = next(row for row in rows if row.cache == planner.cache)
+        changes = planner.changes(chosen)
     settings = [*asked.overrides, *planner.settings(chosen)]
     command = f"python -m lit_rlkv.fit {shlex.join(settings)}"
     if asked.as_json:

@@ -1,12 +1,14 @@
 """The models of a run on the meta device: shapes and no weights, from a config.json or a preset."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
+from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.attention import ATTENTION_NAME
@@ -15,6 +17,8 @@ from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.loading import friendly_errors
+from lit_rlkv.models.pass_bytes import PassBytes
+from lit_rlkv.planning.cards import Card
 
 N_PRESET_TOKENS = 64
 """Vocabulary of a preset, about that of a task's own tokenizer."""
@@ -66,6 +70,38 @@ def roles_of(cfg: Config) -> Roles:
             if needed & {*CRITICS}
             else None,
         )
+
+
+def pass_bytes_of(roles: Roles, card: Card) -> PassBytes:
+    """Return the count of the passes of the policy's backbone on a card.
+
+    Raises:
+        ConfigError: its forward cannot be followed without weights.
+    """
+    try:
+        with _autocast_on_meta():
+            return PassBytes(roles.backbone("policy"), is_fused=card.is_gpu)
+    except Exception as error:  # of any model's own code
+        raise ConfigError(
+            f"model.path: a forward of {type(roles.backbone('policy')).__name__} cannot be followed without "
+            f"weights, if it can be trained here at all ({one_line(error)[:200]}); docs/reference/models.md "
+            "has the families"
+        ) from error
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let models switch autocast off on the meta device, which has none."""
+    autocast = torch.autocast
+
+    def of_device(device_type: str, *args: Any, **options: Any) -> Any:
+        return autocast("cpu" if device_type == "meta" else device_type, *args, **options)
+
+    torch.autocast = of_device  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = autocast  # type: ignore[misc]
 
 
 def model_config(path: str) -> PretrainedConfig:

@@ -94,11 +94,7 @@ def rollout_needs(
         needs["record of codes"] = len(kinds) * (n_rows + n_ended) * n_heads * n_columns * n_bytes
         needs["numbers of a layer's codes"] = 2 * max(slots) * n_rows * n_heads * dim * itemsize
     if settings.replay_routing:
-        routers = routers_of(model)
-        n_experts = len(routers) * max(router.k for router in routers)
-        needs["record of experts"] = (
-            n_experts * (n_rows + n_ended) * n_columns * expert_dtype(routers).itemsize
-        )
+        needs["record of experts"] = (n_rows + n_ended) * n_columns * _expert_bytes(model)
     if settings.top_k is not None:
         n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
@@ -108,6 +104,19 @@ def rollout_needs(
     if (n_packed := packed_size(model)) and not settings.compile_layers:
         needs["weights packed for decoding"] = n_packed * itemsize
     return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
+
+
+def _expert_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the experts of a token; without weights by the config and the names of modules."""
+    if model.device.type != "meta":
+        routers = routers_of(model)
+        return len(routers) * max(router.k for router in routers) * expert_dtype(routers).itemsize
+    config, names = text_config(model), (name for name, _ in model.named_modules())
+    n_routers = sum(name.endswith(".experts") for name in names)
+    n_chosen = optional_setting(config, "num_experts_per_tok")
+    if n_routers == 0 or n_chosen is None:
+        raise ValueError(f"{type(model).__name__} has no experts to record; leave replay_routing off")
+    return 2 * n_routers * int(n_chosen)
 
 
 def _slots(cache: CacheSpec, kinds: Sequence[LayerKind], n_columns: int, n_prompt: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.config import Config, build
-from lit_rlkv.kernels.quantization import quantized_bytes
+from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
@@ -21,6 +21,7 @@ from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
 from lit_rlkv.planning.needs import PREFILL, STEP, rollout_needs
 from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_seconds
+from lit_rlkv.types import times_dtype
 
 NF4_BYTES = 0.56
 """Bytes of a weight in NF4 with its scales."""
@@ -30,6 +31,8 @@ SIXTEEN_BITS = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-m
 """Dtype that a precision computes in, if it is not that of the weights."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Settings of different families for the number of experts."""
+TIME_BYTES = 4
+"""Bytes of the time of an eviction in a pass of the learner."""
 MAX_TOKENS = 2**22
 """Longest sequence that is looked for."""
 Bytes = dict[str, int]
@@ -161,8 +164,16 @@ class Planner:
             return
         yield CacheSpec.dense()
         least = own.sink + own.window + 1
+        n_layers = sum(kind.in_profile for kind in layer_kinds(self.policy))
         for budget in sorted({2 * own.budget, own.budget, max(own.budget // 2, least)}, reverse=True):
-            yield replace(own, budget=budget)
+            cache = replace(own, budget=budget)
+            try:
+                cache.layer_budgets(n_layers)
+            except ValueError:  # a profile leaves a layer too few keys
+                if budget == own.budget:
+                    raise
+            else:
+                yield cache
 
     def row(self, cache: CacheSpec) -> Row:
         """Return the plan with one cache, of as many rows and tokens as fit."""
@@ -216,7 +227,21 @@ class Planner:
     def update_bytes(self, n_rows: int) -> Bytes:
         """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
         needs = self.pass_bytes.of_pass(n_rows, self.n_columns, self.checkpoints)
-        return self.model_bytes | self._gathered(is_whole=False) | needs
+        record = {"record of a pass": n_rows * self.n_columns * self._recorded_bytes(TIME_BYTES)}
+        return self.model_bytes | self._gathered(is_whole=False) | needs | record
+
+    def _recorded_bytes(self, time_bytes: int) -> int:
+        """Return the bytes of a token in the record: when its keys are evicted, and their codes."""
+        dtype, dim = self.cache.dtype, max(head_dims(self.policy))
+        n_bytes = 0 if dtype is None else 2 * record_bytes(dim, dtype, group_of(dtype, self.dtype))
+        n_layers = sum(kind.attends for kind in layer_kinds(self.policy))
+        return n_layers * n_kv_heads(self.policy) * (n_bytes + time_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the records of all responses of a rank, which wait in host memory."""
+        time_bytes = times_dtype(self.n_columns).itemsize
+        return self.n_responses * self.n_columns * self._recorded_bytes(time_bytes)
 
     @property
     def most_sequences(self) -> int:
@@ -270,7 +295,8 @@ class Planner:
         if cfg.roles.gradient_checkpointing != "auto":
             roles = replace(cfg.roles, gradient_checkpointing="auto")
             yield "roles.gradient_checkpointing=auto", replace(cfg, roles=roles)
-        if is_gpu and cfg.fabric.quantization is None and not self.trains_all and cfg.model.path is not None:
+        is_packable = not (self.trains_all or self.is_sharded) and cfg.model.path is not None
+        if is_gpu and cfg.fabric.quantization is None and is_packable:
             yield "fabric.quantization=4bit", replace(cfg, fabric=replace(cfg.fabric, quantization="4bit"))
         for dtype in ("int8", "int4") if cfg.cache.dtype is None else ():
             yield f"cache.dtype={dtype}", replace(cfg, cache=replace(cfg.cache, dtype=dtype))

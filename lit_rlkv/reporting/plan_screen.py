@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lit_rlkv.models.backbone import n_kv_heads, text_config
+from lit_rlkv.models.backbone import n_kv_heads, optional_setting, text_config
 from lit_rlkv.planning.plan import Change, Planner, Row
 from lit_rlkv.reporting.tables import make_table
 from lit_rlkv.units import human_bytes, human_seconds
@@ -32,7 +32,7 @@ def screen(
     said = [
         f"rollout: {_parts(chosen.rollout)}",
         f"update: {_parts(chosen.update)}",
-        f"the longest sequence that learns has {planner.longest():,} tokens",
+        f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}",
         *(f"{change.setting}: {change.effect}" for change in changes),
         *_remarks(planner),
         command if chosen.fits else "it does not fit: change one of the settings above",
@@ -47,14 +47,15 @@ def _title(planner: Planner) -> Iterator[Text]:
     trained = "all weights" if planner.trains_all else f"LoRA of rank {cfg.roles.rank}"
     precision = cfg.fabric.quantization or cfg.fabric.precision
     yield Text(
-        f"{cfg.model.path or type(policy).__name__}: {n_weights / 1e9:.3g}B parameters, "
+        f"{cfg.model.path or type(policy).__name__}: {_count(n_weights)} parameters, "
         f"{config.num_hidden_layers} layers of {n_kv_heads(policy)} KV heads; {trained}, {precision}, "
         f"roles.gradient_checkpointing={str(planner.checkpoints).lower()}"
     )
-    devices = "" if planner.n_ranks == 1 else f"{planner.n_ranks} × "
+    is_one = planner.n_ranks == 1
+    card = f"{'' if is_one else f'{planner.n_ranks} × '}{planner.card.name}"
     yield Text(
-        f"{devices}{planner.card.name}: {human_bytes(planner.card.usable)} usable; "
-        f"{planner.n_responses} responses of {cfg.rollout.max_new_tokens:,} tokens after prompts of "
+        f"{card}: {human_bytes(planner.card.usable)} usable; {planner.n_responses} responses"
+        f"{'' if is_one else ' on each'} of {cfg.rollout.max_new_tokens:,} tokens after prompts of "
         f"{planner.n_prompt:,}, groups of {cfg.algorithm.group_size}"
     )
 
@@ -75,13 +76,27 @@ def _cells(planner: Planner, row: Row, is_chosen: bool) -> list[str]:
     return [row.cache.label, str(row.n_rows or "–"), *peaks, *times, note]
 
 
+def _positions(planner: Planner) -> str:
+    """Return what the model itself allows, if that is less."""
+    most = optional_setting(text_config(planner.policy), "max_position_embeddings")
+    return f"; the model has positions for {most:,}" if most and most < planner.longest() else ""
+
+
 def _parts(parts: Mapping[str, int]) -> str:
     shown = {what: n for what, n in parts.items() if n >= LEAST_SHOWN} or parts
     ordered = sorted(shown.items(), key=lambda part: part[1], reverse=True)
     return ", ".join(f"{what} {human_bytes(n)}" for what, n in ordered)
 
 
+def _count(n_weights: int) -> str:
+    return f"{n_weights / 1e9:.3g}B" if n_weights >= 1e8 else f"{n_weights / 1e6:.3g}M"
+
+
 def _remarks(planner: Planner) -> Iterator[str]:
+    if planner.card.is_gpu:
+        yield f"in host memory: records of all responses, {human_bytes(planner.host_bytes)}"
+    if not planner.cache.is_dense and planner.cache.n_slots(planner.n_columns) >= planner.n_columns:
+        yield f"nothing is evicted: the cache holds all {planner.n_columns:,} tokens of a sequence"
     if planner.card.bandwidth is None:
         yield "times are planned for GPUs alone"
     else:
@@ -98,6 +113,7 @@ def as_values(
         "n_responses": planner.n_responses,
         "n_prompt_tokens": planner.n_prompt,
         "longest_sequence": planner.longest(),
+        "host_bytes": planner.host_bytes,
         "rows": [
             {
                 "cache": row.cache.label,

@@ -5,11 +5,12 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from transformers import Qwen3Config
+from transformers import BertConfig, Qwen3Config
 
 from lit_rlkv import plan
 from lit_rlkv.config import ConfigError
 from lit_rlkv.planning.cards import CARDS, GIB, find_card
+from tests import models_zoo
 
 QWEN3_4B = Qwen3Config(
     hidden_size=2560,
@@ -114,6 +115,9 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
         ("cache.budgett=3", "did you mean 'cache.budget'"),
         ("cache.budget=0", "cache.budget must be"),
         ("model.path=./nothing", "is not a checkpoint folder"),
+        ("cache.budget=20", "cache: budget must be at least sink + window + 1 = 21, got 20"),
+        ("rollout.replay_routing=true", "has no experts to record"),
+        ("rollout.max_new_tokens=1000000", "has positions for 32768"),
     ],
 )
 def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
@@ -159,3 +163,19 @@ def test_a_card_of_this_machine_has_its_own_speed_or_none(monkeypatch, name, gib
     found = find_card(None)
     assert found.name == name
     assert found.bandwidth == (None if like is None else CARDS[like].bandwidth)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "gemma3", "gpt2"])
+def test_families_are_planned_from_their_config(capsys, family, tmp_path):
+    models_zoo.tiny_model(family).config.save_pretrained(tmp_path)
+    found = planned(
+        capsys, "recipe=llm", f"model.path={tmp_path}", "gpu=H100", "prompt=8", "rollout.max_new_tokens=16"
+    )
+    assert all(row["fits"] for row in found["rows"])
+    assert found["rows"][0]["update_bytes"]["kept"] > 0
+
+
+def test_a_model_that_is_no_language_model_is_refused(tmp_path):
+    BertConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a forward of BertLMHeadModel cannot be followed"):
+        plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
