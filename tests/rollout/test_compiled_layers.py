@@ -32,7 +32,7 @@ def compared(family: str, device: str) -> str:
         rollouts.append(sample(family, device, compile_layers=compile_layers))
         graphs.append(counters["stats"]["unique_graphs"])
     eager, compiled, again = rollouts
-    shifted = compiled.with_record(evicted_at=compiled.evicted_at.roll(1, dims=-1))
+    shifted = compiled.with_record(evicted_at=compiled.evicted_at.roll(1, dims=1))
     if compiled.record.expert_ids is not None:
         shifted = compiled.with_record(expert_ids=compiled.record.expert_ids.roll(1, dims=-1))
 
