@@ -23,6 +23,9 @@ class RLCallback(Callback):
     - `on_exception(trainer, pl_module, exception)`: when training fails or is interrupted.
     """
 
+    n_graphs: int = 0
+    """Forwards with gradients that its loss term adds to a pass; all wait for their backward together."""
+
     @property
     def needs(self) -> tuple[str, ...]:
         """Roles besides the policy that the callback uses, for example `("reference",)`."""

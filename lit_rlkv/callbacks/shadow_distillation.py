@@ -51,6 +51,8 @@ class ShadowDistillation(RLCallback):
         ValueError: the direction or teacher is unknown, a weight is negative or not finite, or both are 0.
     """
 
+    n_graphs = 1  # of the policy under the other view
+
     def __init__(
         self, direction: str, weight: float | int, teacher: str, anchor_weight: float | int = 0.0
     ) -> None:

@@ -226,7 +226,7 @@ class Planner:
 
     def update_bytes(self, n_rows: int) -> Bytes:
         """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
-        needs = self.pass_bytes.of_pass(n_rows, self.n_columns, self.checkpoints)
+        needs = self._pass(n_rows, self.n_columns, self.checkpoints)
         record = {"record of a pass": n_rows * self.n_columns * self._recorded_bytes(TIME_BYTES)}
         return self.model_bytes | self._gathered(is_whole=False) | needs | record
 
@@ -243,6 +243,16 @@ class Planner:
         time_bytes = times_dtype(self.n_columns).itemsize
         return self.n_responses * self.n_columns * self._recorded_bytes(time_bytes)
 
+    def _pass(self, n_rows: int, n_columns: int, checkpoints: Checkpoints) -> Bytes:
+        """Return the bytes of a pass, whose forwards all wait for their backward."""
+        needs = self.pass_bytes.of_pass(n_rows, n_columns, checkpoints)
+        return needs | {"kept": needs["kept"] * (1 + self.n_more_graphs)}
+
+    @cached_property
+    def n_more_graphs(self) -> int:
+        """Forwards with gradients that distillation adds to a pass."""
+        return 0 if self.cfg.distillation is None else build(self.cfg.distillation).n_graphs
+
     @property
     def most_sequences(self) -> int:
         """Sequences of the largest pass that `fabric.tokens_per_pass` allows."""
@@ -258,7 +268,7 @@ class Planner:
         room = self.card.usable - sum(self.model_bytes.values())
         sizes = {False: self.most_sequences, True: 1}
         for checkpoints, n_rows in sizes.items():
-            if sum(self.pass_bytes.of_pass(n_rows, self.n_columns, checkpoints).values()) <= room:
+            if sum(self._pass(n_rows, self.n_columns, checkpoints).values()) <= room:
                 return checkpoints
         return self._least
 
@@ -272,9 +282,7 @@ class Planner:
         is_chosen = self.cfg.roles.gradient_checkpointing != "auto"
         keeps = self.checkpoints if is_chosen else self._least
         room, lengths = self.card.usable - sum(self.model_bytes.values()), range(0, MAX_TOKENS, 128)
-        n_fitting = bisect(
-            lengths, room, key=lambda n: sum(self.pass_bytes.of_pass(1, n or 1, keeps).values())
-        )
+        n_fitting = bisect(lengths, room, key=lambda n: sum(self._pass(1, n or 1, keeps).values()))
         return lengths[max(n_fitting - 1, 0)]
 
     def changes(self, row: Row) -> list[Change]:
@@ -342,7 +350,7 @@ class Planner:
             trains_all=self.trains_all,
             recomputes=bool(self.checkpoints),
             n_scorings=len(self.roles.needed),
-            n_learners=1 + ("value" in self.roles.needed),
+            n_learners=1 + ("value" in self.roles.needed) + self.n_more_graphs,
         )
 
     def _weights(self, n_rows: int) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from lightning import Callback
 from lit_rlkv.callbacks.diagnostic import RowsDiagnostic
 from lit_rlkv.callbacks.hooks import loss_terms_of
 from lit_rlkv.callbacks.mismatch import DenseMismatch
-from lit_rlkv.callbacks.shadow_distillation import ShadowDistillation
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
@@ -30,8 +29,8 @@ def train_policy(
         ConfigError: the checkpoint holds other parameters, or the data has changed since.
     """
     cfg = run.cfg
-    # Distillation adds a forward of the policy under the other view; a teacher's keeps nothing.
-    n_graphs = module.n_graphs + isinstance(run.parts.distillation, ShadowDistillation)
+    distillation = run.parts.distillation
+    n_graphs = module.n_graphs + (0 if distillation is None else distillation.n_graphs)
     roles = module.roles
     needs = PassNeeds(run, roles.backbone("policy"), n_graphs)
     roles.keep_for_backward(choose_checkpoints(run, module, needs))
