@@ -16,34 +16,14 @@ import command_line
 from shapes import QWEN_0_5B, QWEN_1_5B, QWEN_4B
 from text_table import text_table
 
-CARDS = {
-    "RTX3090": 0.936e12,
-    "RTX4090": 1.008e12,
-    "A100": 2.039e12,
-    "H100": 3.35e12,
-    "H200": 4.8e12,
-    "B200": 8.0e12,
-}
-"""Bytes per second of the memory, by the makers' data sheets: A100 of 80 GB, H100 and H200 SXM."""
+from lit_rlkv.planning.cards import CARDS
+from lit_rlkv.planning.seconds import mean_keys
+
 MODELS = {
     "0.5b": QWEN_0_5B | {"n_weights": 494_032_768, "head_dim": 64},
     "1.5b": QWEN_1_5B | {"n_weights": 1_543_714_304, "head_dim": 128},
     "4b": QWEN_4B | {"n_weights": 4_022_468_096, "head_dim": 128},
 }
-
-
-def mean_keys(prompt: int, n_tokens: int, budget: int | None, interval: int) -> float:
-    """Return the keys of a head that a step reads in the mean over a response.
-
-    Args:
-        budget: None for all keys.
-    """
-    if budget is None:
-        return prompt + n_tokens / 2
-    level = budget + interval / 2
-    n_growing = min(max(level - prompt, 0), n_tokens)
-    grown = min(prompt, level) + n_growing / 2
-    return (n_growing * grown + (n_tokens - n_growing) * level) / n_tokens
 
 
 def tokens_per_second(
@@ -57,11 +37,11 @@ def tokens_per_second(
 
 def table(args: argparse.Namespace) -> list[list[str]]:
     """Return a row for all keys in 16 and 8 bits and for each budget: mean keys, tokens/s, times all keys."""
-    shape, bandwidth = MODELS[args.model], CARDS[args.card]
-    every = mean_keys(args.prompt, args.tokens, None, args.interval)
+    shape, bandwidth = MODELS[args.model], CARDS[args.card].bandwidth
+    every = mean_keys(args.prompt, args.tokens, None)
     cases = [("all keys, bf16", every, False), ("all keys, FP8", every, True)]
     for budget in args.budgets:
-        n_keys = mean_keys(args.prompt, args.tokens, budget, args.interval)
+        n_keys = mean_keys(args.prompt, args.tokens, budget + args.interval / 2)
         cases.append((f"budget {budget}, bf16", min(n_keys, every), False))
     speeds = [tokens_per_second(shape, bandwidth, args.rows, n, is_fp8=fp8) for _, n, fp8 in cases]
     return [

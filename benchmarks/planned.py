@@ -1,4 +1,4 @@
-"""What a budget buys on a card, planned: responses at a time with all keys, 2,048 and 1,024 of them.
+"""The gain of a budget on a card, planned: responses at a time with all keys, 2,048 and 1,024 of them.
 
     python benchmarks/planned.py [--gpu 24GB] [--tokens 4096 16384 32768] [--models qwen3-4b ...]
     python benchmarks/planned.py --recipes                        the recipes of conf/recipe for a card

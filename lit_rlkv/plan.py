@@ -21,7 +21,7 @@ PROMPT = 512
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """What is to be planned."""
+    """A config to plan, a card, and how to answer."""
 
     config: Config
     overrides: tuple[str, ...]

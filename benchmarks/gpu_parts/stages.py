@@ -61,7 +61,7 @@ FIRST_TESTS: dict[tuple[str, ...], str | None] = {
 """Files of stage T, each key a process, and pytest's -k."""
 SEGMENTS = "tests/kernels/test_*segment*.py"
 N_PROCESSES = 6
-"""Of the tests: most of their time is compilation."""
+"""Processes of the tests, most of whose time is compilation."""
 TOY_TESTS = ("tests/kernels/test_triton_functions.py", "tests/kernels/test_device.py")
 
 Command = list[str]

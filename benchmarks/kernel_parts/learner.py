@@ -133,7 +133,7 @@ class Learner:
 
     @property
     def prefix(self) -> str:
-        """What the names of its views begin with."""
+        """The beginning of the names of its views."""
         return f"{'+'.join(self.levers)}: " if self.levers else ""
 
     def step(self, logps: Logps, rollout: Rollout, kernels: str) -> Values:

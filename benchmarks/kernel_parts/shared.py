@@ -24,7 +24,7 @@ from lit_rlkv.kernels.shadow_attention import LayerSegments, plan_segments, refe
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a table."""
+    """Sizes of the attention in a table."""
 
     n_heads: int
     n_kv_heads: int

@@ -39,7 +39,7 @@ GROUPS = (1, 16, 64)
 """Codes that share check bits, in the records that are compared."""
 ALONE, UNROUNDED = "none", "none, and does not round"
 DIM, SLOTS = 128, 1024 + 128
-"""Of the bytes in the table."""
+"""Head dimensions, and slots of a row, for the bytes in the table."""
 Coded = tuple[Tensor, Tensor]
 """Codes and scales."""
 

@@ -101,7 +101,7 @@ class PassBytes:
         return FLOAT32 * chunks + self.itemsize * n_trained
 
     def _of_weights(self, n_rows: int, n_columns: int) -> int:
-        """What plain torch keeps of a layer's attention for short rows: masks, of a soft cap the weights."""
+        """Bytes that plain torch keeps of attention in short rows: masks, and with a soft cap the weights."""
         if self.is_fused or n_columns >= LONG:
             return 0
         n_bytes = self.itemsize if optional_setting(self.config, "attn_logit_softcapping") is None else 10
@@ -117,7 +117,7 @@ class PassBytes:
 
 
 class _Count:
-    """What the forward of a row of so many tokens saves.
+    """The bytes that the forward of a row of so many tokens saves.
 
     Attributes:
         sums: bytes of all layers, of their inputs, of the largest layer without what tiles would compute
@@ -132,7 +132,7 @@ class _Count:
         """Inputs of what runs in tiles, by storage: layer and tensor."""
         self._layer, self._n_tiles = -1, 0
         self._of_norm: Tensor | None = None
-        """What the latest norm has returned, of which an MLP in tiles keeps nothing."""
+        """Output of the latest norm, of which an MLP in tiles keeps nothing."""
         weights = (t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor))
         self._weights = {_storage(tensor) for tensor in weights}
         ids = torch.zeros(1, n_tokens, dtype=torch.long, device=model.device)

@@ -26,6 +26,7 @@ SETTINGS = {
     "columns of slots": "cache.budget, rollout.max_rows",
     "attention of slots": "cache.policy, rollout.max_rows",
     "latest queries": "cache.window, rollout.max_rows",
+    "bits of sampling masks": "rollout.top_k, rollout.max_rows",
     "record of sampling masks, at most": "rollout.top_k, rollout.max_new_tokens",
     "weights packed for decoding": "rollout.compile_layers, which needs none",
 }

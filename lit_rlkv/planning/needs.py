@@ -100,7 +100,7 @@ def rollout_needs(
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
     elif settings.top_p < 1:
         needs[STEP] += n_rows * n_tokens * SORTING_BYTES
-        needs["record of sampling masks, at most"] = N_SLOTS * n_rows * n_tokens * KEPT_ID_BYTES
+        needs["bits of sampling masks"] = N_SLOTS * n_rows * (n_tokens // 8)
     if (n_packed := packed_size(model)) and not settings.compile_layers:
         needs["weights packed for decoding"] = n_packed * itemsize
     return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))

@@ -40,7 +40,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Row:
-    """What a card can do with one cache."""
+    """The rows, peaks and seconds of a run with one cache."""
 
     cache: CacheSpec
     n_rows: int
@@ -261,7 +261,7 @@ class Planner:
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """What is kept for the backward pass; of `auto` the fastest that fits."""
+        """The activations kept for the backward pass; of `auto` the fastest choice that fits."""
         given = self.cfg.roles.gradient_checkpointing
         if given != "auto":
             return given

@@ -1,7 +1,8 @@
 """Seconds of a rollout and of an update by a roofline, with the utilisation that one H100 reached.
 
-They are for one model of 1.5B parameters on that card, and give other cards within about 30 %
-(docs/results/gpu.md). Decoding reads the weights and each row's keys once a step; the rest is arithmetic.
+The factors are fitted to one model of 1.5B parameters on that card (benchmarks/results/gpu.jsonl); how far
+other cards and models are from them was not measured. Decoding reads the weights and each row's keys once a
+step; the rest is arithmetic.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Work:
     """The work of a model on sequences of one length, under one cache."""
 
     weight_bytes: int
-    """Of the matrices, read in a decode step."""
+    """Bytes of the matrices, which a decode step reads."""
     n_products: int
     """Weights that a token is multiplied by."""
     n_layers: int

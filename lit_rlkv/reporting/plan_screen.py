@@ -100,7 +100,7 @@ def _remarks(planner: Planner) -> Iterator[str]:
     if planner.card.bandwidth is None:
         yield "times are planned for GPUs alone"
     else:
-        yield "times are planned, from what one H100 reached: within about 30 % on other cards"
+        yield "times are planned, from what one H100 reached with a model of 1.5B; elsewhere not measured"
 
 
 def as_values(

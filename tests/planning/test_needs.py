@@ -127,7 +127,9 @@ def test_what_the_sampler_keeps_is_a_need_of_its_own():
     record = "record of sampling masks, at most"
     assert needs(top_k=20)[record] == 16 * 10 * 20 * 4
     assert needs(top_k=99)[record] == 16 * 10 * 51 * 4
-    assert needs(top_p=0.9, max_rows=8)["logits of a step"] == 8 * 51 * (4 + 12 + 26)
+    by_mass = needs(top_p=0.9, max_rows=8)
+    assert by_mass["logits of a step"] == 8 * 51 * (4 + 12 + 26)
+    assert by_mass["bits of sampling masks"] == 32 * 8 * (51 // 8)
     found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.record.sampling_masks
     assert found.token_ids.nbytes <= needs(top_k=20)[record]
 

@@ -43,7 +43,7 @@ def segment_attention(
 
 
 class _Part(NamedTuple):
-    """What the queries of a piece attend to in one call of the library."""
+    """The keys that the queries of a piece attend to in one call of the library."""
 
     keys: Int[Tensor, " key"]
     """Units."""
