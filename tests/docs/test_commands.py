@@ -27,6 +27,13 @@ FILES = {
     "rewards.py:": "tests/data/rewards.py:",
 }
 """Placeholders of a user's files, and their stand-ins."""
+MODELS = (
+    "./my-model",
+    "...",
+    "models/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "models/gemma-3-270m-q4_k_m.gguf",
+)
+"""Placeholders of models, and those that a command must fetch."""
 GSM8K = ["task.dataset=tests/data/gsm8k", "task.name=null"]
 SAVED = {"evaluate": EvaluateConfig, "export": ExportConfig}
 FOREIGN = {"cd", "export", "git", "hf", "source", "tensorboard", "wandb"}
@@ -122,6 +129,7 @@ def check_fit(arguments: list[str]) -> None:
     given = [here(one) for one in arguments if not one.startswith(("--", "resume="))]
     with trusting([]):  # what a command trusts, it trusts alone
         cfg, hydra_cfg = compose_arguments("config", [*given, *(GSM8K if "task=gsm8k" in given else [])])
+        cfg.model.path = FILES.get(cfg.model.path, cfg.model.path)  # of a recipe
         check_keys(cfg, hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
         checked_config(cfg)
 
@@ -141,7 +149,9 @@ def check_script(path: str, arguments: list[str]) -> None:
 
 @pytest.fixture
 def stand_in_for_a_model(tmp_path_factory, monkeypatch):
-    monkeypatch.setitem(FILES, "./my-model", save_checkpoint(tmp_path_factory.mktemp("saved") / "model"))
+    folder = save_checkpoint(tmp_path_factory.mktemp("saved") / "model")
+    for name in MODELS:
+        monkeypatch.setitem(FILES, name, str(folder))
 
 
 @pytest.mark.usefixtures("stand_in_for_a_model")
