@@ -33,8 +33,9 @@ def test_two_processes_train_as_trl_does_and_replay(tmp_path):
     for row, expected in zip(found["ours"], found["plain"], strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy"):
             assert row[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-3), name
-    for name in ("evicting", "truncated", "lora"):
+    for name in ("evicting", "truncated", "lora", "tools"):
         assert all(row["kv/replay_gap"] < 1e-4 for row in found[name]["rows"])
     assert found["distilled"]["rows"][0]["kv/replay_gap"] > 0.1  # a dense learner
-    for name in ("evicting", "truncated", "distilled", "lora"):
+    assert found["tools"]["rows"][0]["tools/call_frequency"] == 5 / 8
+    for name in ("evicting", "truncated", "distilled", "lora", "tools"):
         assert found[name]["difference"] == 0.0

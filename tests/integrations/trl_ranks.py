@@ -7,10 +7,12 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig
 from torch import distributed as dist
 
+from tests.integrations.spelled import TURNS, Spelling, chat_model, train_with_tools
 from tests.integrations.trl_runs import KEEPS_ALL, Recorder, train, train_plain
 
 
@@ -40,6 +42,11 @@ def main():
     }.items():
         trainer, rows = train(model, folder, **options | more)
         found[name] = {"rows": rows, "difference": difference_of_ranks(trainer)}
+    Spelling(pytest.MonkeyPatch(), TURNS[4:] if dist.get_rank() == 0 else TURNS[:1] * 4)  # without a call
+    trainer, rows = train_with_tools(
+        chat_model(f"{folder}/chat{dist.get_rank()}"), folder, per_device_train_batch_size=4
+    )
+    found["tools"] = {"rows": rows, "difference": difference_of_ranks(trainer)}
     if dist.get_rank() == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
 

@@ -58,9 +58,9 @@ log = logging.getLogger(__name__)
 class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
     """Extends a trainer of TRL that stands after it among the bases.
 
-    Four of its methods are extended: the rollout (`_generate_single_turn`, which calls `sample`), the batch
-    (`_generate_and_score_completions`), the log-probs (`_get_per_token_logps_and_entropies`) and the loss
-    (`_compute_loss`). They are private, so TRL is pinned.
+    Five of its methods are extended: the rollout (`_generate_single_turn`, which calls `sample`, and GRPO's
+    `_generate`), the batch (`_generate_and_score_completions`), the log-probs
+    (`_get_per_token_logps_and_entropies`) and the loss (`_compute_loss`). They are private, so TRL is pinned.
     """
 
     config_class: ClassVar[type[EvictingConfig]]
