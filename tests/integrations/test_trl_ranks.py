@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+from tests.integrations.spelled import chat_model
 from tests.integrations.trl_runs import save_model
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 def test_two_processes_train_as_trl_does_and_replay(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(Path(__file__).with_name("trl_ranks.py"))
+    chat_model(tmp_path / "chat")
     done = subprocess.run(
         [*command, script, save_model(tmp_path / "model"), str(tmp_path)],
         cwd=ROOT,

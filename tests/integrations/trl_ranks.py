@@ -1,6 +1,7 @@
 """Trains under torchrun with TRL's GRPOTrainer and ours; what the test compares goes to FOLDER/found.json.
 
 python -m torch.distributed.run --nproc-per-node 2 trl_ranks.py MODEL FOLDER
+FOLDER/chat is a model for tools.
 """
 
 import json
@@ -12,7 +13,7 @@ import torch
 from peft import LoraConfig
 from torch import distributed as dist
 
-from tests.integrations.spelled import TURNS, Spelling, chat_model, train_with_tools
+from tests.integrations.spelled import TURNS, Spelling, train_with_tools
 from tests.integrations.trl_runs import KEEPS_ALL, Recorder, train, train_plain
 
 
@@ -43,9 +44,7 @@ def main():
         trainer, rows = train(model, folder, **options | more)
         found[name] = {"rows": rows, "difference": difference_of_ranks(trainer)}
     Spelling(pytest.MonkeyPatch(), TURNS[4:] if dist.get_rank() == 0 else TURNS[:1] * 4)  # without a call
-    trainer, rows = train_with_tools(
-        chat_model(f"{folder}/chat{dist.get_rank()}"), folder, per_device_train_batch_size=4
-    )
+    trainer, rows = train_with_tools(f"{folder}/chat", folder, per_device_train_batch_size=4)
     found["tools"] = {"rows": rows, "difference": difference_of_ranks(trainer)}
     if dist.get_rank() == 0:
         Path(folder, "found.json").write_text(json.dumps(found))

@@ -34,7 +34,11 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
     - `kv/replay_gap`: the largest |log π − log sampler| of a completion token before the first update on a
       rollout, in nats; with a correction other than "shadow" it is the mismatch of the dense learner;
     - `kv/bytes`: allocated keys and values, summed over processes;
+    - `kv/affected_rows`, `kv/affected`: share of completions that lost keys, and of their tokens after that;
     - `smd/kl`: the KL of the distillation, mean over completion tokens, in nats.
+
+    With `tools` or an `environment_factory` a row waits in its cache while they run, and is one row for the
+    learner, which replays it through all its turns.
 
     Dropout is set to 0, because sampler and learner must compute the same function.
 
