@@ -44,13 +44,8 @@ def decode_all(
 
     def collect() -> None:
         nonlocal finished
-        # A few at a time and in place, because memory may not hold a second copy of the record.
-        n_rows = max(READ_AT_ONCE // decoder.seq_len, 1)
-        for start in range(0, len(done), n_rows):
-            part = done[start : start + n_rows]
-            rows = decoder.read_rows(part)
-            finished = finished or rows.new_empty(num_return_sequences * len(input_ids))
-            finished.write([owner.pop(row) for row in part], rows)
+        places = {row: owner.pop(row) for row in done}
+        finished = collect_rows(decoder, places, num_return_sequences * len(input_ids), finished)
         free.extend(done)
 
     while waiting or owner:
@@ -104,6 +99,26 @@ def decode_all(
         if done and (waiting or len(done) == len(owner)):
             collect()
             done = []
+    assert finished is not None
+    return finished
+
+
+def collect_rows(
+    decoder: Decoder, places: Mapping[int, int], n_places: int, finished: DecodedRows | None = None
+) -> DecodedRows:
+    """Return finished rows of a decoder in the places of a rollout, beside those of `finished`.
+
+    Args:
+        places: by row; at least one.
+    """
+    rows = [*places]
+    # A few at a time and in place, because memory may not hold a second copy of the record.
+    n_rows = max(READ_AT_ONCE // decoder.seq_len, 1)
+    for start in range(0, len(rows), n_rows):
+        part = rows[start : start + n_rows]
+        read = decoder.read_rows(part)
+        finished = finished or read.new_empty(n_places)
+        finished.write([places[row] for row in part], read)
     assert finished is not None
     return finished
 

@@ -237,6 +237,13 @@ class Decoder:
         self.kv.levels.stop(rows)
         return pause_rows(self.kv, self.newest, rows)
 
+    def end(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append given tokens that end a row, which no forward reads."""
+        start = int(self.kv.column[row]) + 2
+        ids = torch.tensor(token_ids, device=self.newest.device)
+        self.input_ids[row, start : start + len(ids)] = ids
+        self.kv.column[row] += len(ids)
+
     def resume(self, rows: Sequence[int], paused: Sequence[PausedRow]) -> None:
         """Put paused rows back, which may have other numbers now."""
         resume_rows(self.kv, self.newest, rows, paused)
@@ -314,6 +321,10 @@ class Decoder:
         """Prepare the recorders for so many steps; may wait for the device."""
         for recorder in self.recorders:
             recorder.make_room(n_steps)
+
+    def forget_graph(self) -> None:
+        """Capture the step anew, because the weights that it reads may have moved."""
+        self._step.forget()
 
     @property
     def next_size(self) -> int:

@@ -1,7 +1,7 @@
 """generate(): sample responses to prompts under an evicting cache, with continuous batching."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,6 +100,70 @@ def generate(
             `record_routing` is True and the model has no routing that can be replayed; or dropout or the
             noise of NEFTune is active.
     """
+    is_prompt = attention_mask.bool()
+    decoder = checked_decoder(
+        model,
+        input_ids,
+        is_prompt,
+        cache=cache,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        sampling=Sampling(temperature, top_k, top_p, min_p),
+        generator=generator,
+        num_return_sequences=num_return_sequences,
+        max_rows=max_rows,
+        cuda_graph=cuda_graph,
+        n_splits=n_splits,
+        compile_layers=compile_layers,
+        record_routing=record_routing,
+        prefill_chunk=prefill_chunk,
+    )
+    with decoding(decoder):
+        # A row that waits is put aside before the next step writes over it.
+        check_every = STOP_CHECK_EVERY if input_ids.is_cuda and conversations is None else 1
+        callback = None if on_finished is None else FinishedCallback(decoder, on_finished)
+        turns = None if conversations is None else Turns(decoder, conversations)
+        rows = decode_all(
+            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, callback, turns
+        )
+    if callback is not None:
+        callback.call()
+    return as_rollout(decoder, rows, is_prompt.repeat_interleave(num_return_sequences, dim=0))
+
+
+@contextmanager
+def decoding(decoder: Decoder) -> Iterator[None]:
+    """Cast and pack the weights for decode steps within a block."""
+    # A CUDA graph is captured on the current device.
+    with (
+        torch.cuda.device_of(decoder.newest),  # type: ignore[no-untyped-call]
+        cache_cast_weights(decoder.model),
+        # A compiled layer would be compiled anew for the packed weights of every rollout.
+        nullcontext() if decoder.keeps_rows else packed_weights(decoder.model, decoder.n_rows),
+    ):
+        yield
+
+
+def checked_decoder(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch prompt"],
+    is_prompt: Bool[Tensor, "batch prompt"],
+    *,
+    cache: CacheSpec,
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None,
+    pad_token_id: int | None,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+    num_return_sequences: int = 1,
+    max_rows: int | None = None,
+    cuda_graph: bool | None = None,
+    n_splits: int | None = None,
+    prefill_chunk: int | None = None,
+    **options: bool,
+) -> Decoder:
+    """Return a decoder for these prompts; arguments and errors are those of `generate`."""
     if not isinstance(cache, CacheSpec):
         raise ValueError(
             f"cache must be a CacheSpec, got {cache!r}; give CacheSpec('snapkv', budget=512), for example"
@@ -109,8 +173,6 @@ def generate(
             f"generator must be a torch.Generator or None, got {generator!r}; give "
             "torch.Generator(device).manual_seed(0)"
         )
-    is_prompt = attention_mask.bool()
-    sampling = Sampling(temperature, top_k, top_p, min_p)
     _check_prompts(model, input_ids, is_prompt, max_new_tokens)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     if prefill_chunk is not None:
@@ -123,7 +185,7 @@ def generate(
     # A token beyond the vocabulary is never sampled, and ends no response.
     Range(least=0).check("eos_token_id", min(eos_list, default=0), int, hint="None never ends a response")
     _check_token(model, "pad_token_id", pad_list[0])
-    decoder = Decoder(
+    return Decoder(
         model,
         cache,
         n_concurrent_rows(len(input_ids), num_return_sequences, max_rows),
@@ -137,27 +199,9 @@ def generate(
         generator,
         cuda_graph=cuda_graph,
         n_splits=n_splits,
-        compile_layers=compile_layers,
-        record_routing=record_routing,
         prefill_chunk=prefill_chunk,
+        **options,
     )
-    # A CUDA graph is captured on the current device.
-    with (
-        torch.cuda.device_of(input_ids),  # type: ignore[no-untyped-call]
-        cache_cast_weights(model),
-        # A compiled layer would be compiled anew for the packed weights of every rollout.
-        nullcontext() if compile_layers else packed_weights(model, decoder.n_rows),
-    ):
-        # A row that waits is put aside before the next step writes over it.
-        check_every = STOP_CHECK_EVERY if input_ids.is_cuda and conversations is None else 1
-        callback = None if on_finished is None else FinishedCallback(decoder, on_finished)
-        turns = None if conversations is None else Turns(decoder, conversations)
-        rows = decode_all(
-            decoder, input_ids, is_prompt, num_return_sequences, check_every, on_progress, callback, turns
-        )
-    if callback is not None:
-        callback.call()
-    return as_rollout(decoder, rows, is_prompt.repeat_interleave(num_return_sequences, dim=0))
 
 
 def _token_list(name: str, ids: Any) -> list[int]:
@@ -179,24 +223,32 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
     )
 
 
-def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"]) -> Rollout:
+def as_rollout(
+    decoder: Decoder,
+    rows: DecodedRows,
+    is_prompt: Bool[Tensor, "batch prompt"],
+    last: Int[Tensor, " batch"] | None = None,
+) -> Rollout:
     """Cut the unused columns of decoded rows, and free the decoder's cache.
 
-    All tokens up to the last sampled one are of the sequence; those that were given are not in
-    `response_mask`.
+    All tokens up to the last one are of the sequence; those that were given are not in `response_mask`.
+
+    Args:
+        last: column of the last token of each row; None: that of the last sampled one.
     """
     kv_bytes = decoder.kv.kv_bytes
     for layer in decoder.kv.slot_layers:
         layer.pools = None
-    end = int(rows.response_mask.any(dim=0).nonzero().max()) + 1
+    if last is None:
+        last = (torch.arange(decoder.seq_len, device=is_prompt.device) * rows.response_mask).amax(dim=1)
+    end = int(last.max()) + 1
 
     def cut(value: Tensor) -> Tensor:
         part = value[..., :end]
         return part.clone() if 2 * end < value.shape[-1] else part  # a view holds the unused columns, too
 
     rows = rows.map_tensors(cut)
-    column = torch.arange(end, device=is_prompt.device)
-    attention_mask = column <= (column * rows.response_mask).amax(dim=1)[:, None]
+    attention_mask = torch.arange(end, device=is_prompt.device) <= last[:, None]
     attention_mask[:, : is_prompt.shape[1]] = is_prompt
     masks = attention_mask.to(HOST), rows.response_mask.to(HOST)
     parts = {one.part: one.finish(rows.parts[one.part], *masks) for one in decoder.recorders}

@@ -97,13 +97,18 @@ class Turns:
             paused.append(waited.row)
         if not given:
             return False
-        rows, device = list(given), self._decoder.newest.device
-        width = max(map(len, given.values()))
-        n_new = torch.tensor([*map(len, given.values())], device=device)
-        tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in given.values()], device=device)
-        self._decoder.resume(rows, paused)
-        self._decoder.feed(rows, tokens, torch.arange(width, device=device) >= width - n_new[:, None])
+        go_on(self._decoder, given, paused)
         return True
+
+
+def go_on(decoder: Decoder, given: Mapping[int, Sequence[int]], paused: Sequence[PausedRow]) -> None:
+    """Put rows of a decoder back as they were paused, and feed each the tokens that it is given."""
+    rows, device = list(given), decoder.newest.device
+    width = max(map(len, given.values()))
+    n_new = torch.tensor([*map(len, given.values())], device=device)
+    tokens = torch.tensor([[0] * (width - len(ids)) + [*ids] for ids in given.values()], device=device)
+    decoder.resume(rows, paused)
+    decoder.feed(rows, tokens, torch.arange(width, device=device) >= width - n_new[:, None])
 
 
 def turn_starts(response_mask: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:

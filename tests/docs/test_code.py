@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lit_rlkv.models import prepare_backbone
+from tests.chat_templates import trl_tokenizer
 from tests.docs.pages import PAGES, TRUST, code_blocks
 from tests.saved_models import save_checkpoint
 
@@ -16,15 +17,17 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the checkpoint that pages call my-model."""
+    """Holds the checkpoints that pages call my-model and my-chat-model, whose template has tools."""
     folder = tmp_path_factory.mktemp("pages")
     save_checkpoint(folder / "my-model", max_position_embeddings=512)
+    tokenizer = trl_tokenizer("qwen3", "<|im_end|>")
+    save_checkpoint(folder / "my-chat-model", "qwen3", tokenizer=tokenizer, vocab_size=len(tokenizer))
     return folder
 
 
 def run_blocks(page, folder):
     """Run the blocks of a page one after the other; return their names."""
-    names = {"path": folder / "my-model"}
+    names = {"path": folder / "my-model", "chat_path": folder / "my-chat-model"}
     for block in BLOCKS[page]:
         exec(block, names)
     return names

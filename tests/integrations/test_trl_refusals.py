@@ -109,8 +109,11 @@ PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 @pytest.mark.parametrize(
     ("key", "options"),
     [
-        ("tools", {"arguments": {"tools": [tool]}}),
-        ("environment_factory", {"arguments": {"environment_factory": object}}),
+        ("RLOOTrainer has none", {"arguments": {"tools": [tool]}, "trainer": EvictingRLOOTrainer}),
+        (
+            "environment_factory must be left out",
+            {"arguments": {"environment_factory": object}, "trainer": EvictingRLOOTrainer},
+        ),
         ("rollout_func", {"arguments": {"rollout_func": print}}),
         ("prompt learning", {"arguments": {"peft_config": PROMPT_TUNING}}),
         ("attn_implementation", {"model_init_kwargs": {"attn_implementation": "sdpa"}}),

@@ -1,16 +1,19 @@
 """Trains under torchrun with TRL's GRPOTrainer and ours; what the test compares goes to FOLDER/found.json.
 
 python -m torch.distributed.run --nproc-per-node 2 trl_ranks.py MODEL FOLDER
+FOLDER/chat is a model for tools.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig
 from torch import distributed as dist
 
+from tests.integrations.spelled import TURNS, Spelling, train_with_tools
 from tests.integrations.trl_runs import KEEPS_ALL, Recorder, train, train_plain
 
 
@@ -40,6 +43,9 @@ def main():
     }.items():
         trainer, rows = train(model, folder, **options | more)
         found[name] = {"rows": rows, "difference": difference_of_ranks(trainer)}
+    Spelling(pytest.MonkeyPatch(), TURNS[4:] if dist.get_rank() == 0 else TURNS[:1] * 4)  # without a call
+    trainer, rows = train_with_tools(f"{folder}/chat", folder, per_device_train_batch_size=4)
+    found["tools"] = {"rows": rows, "difference": difference_of_ranks(trainer)}
     if dist.get_rank() == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
 

@@ -23,9 +23,9 @@ def tokenizer():
     return build_task_tokenizer()
 
 
-def save_model(folder, scale=4.0):
+def save_model(folder, scale=4.0, vocabulary=None):
     """Save a model of two layers whose attention is far from uniform; return its folder."""
-    vocabulary = tokenizer()
+    vocabulary = vocabulary or tokenizer()
     torch.manual_seed(0)
     model = tiny_qwen3(
         len(vocabulary),
@@ -36,6 +36,7 @@ def save_model(folder, scale=4.0):
         num_key_value_heads=2,
         head_dim=8,
         intermediate_size=48,
+        max_position_embeddings=2048,
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,7 +83,17 @@ class Recorder:
         return rollout
 
 
-def build(model, folder, *, trainer=EvictingGRPOTrainer, reward=score, arguments=None, **options):
+def build(
+    model,
+    folder,
+    *,
+    trainer=EvictingGRPOTrainer,
+    reward=score,
+    arguments=None,
+    vocabulary=None,
+    prompts=PROMPTS,
+    **options,
+):
     """Return a trainer of three steps, of 4 completions to each of 2 prompts."""
     is_ours = issubclass(trainer, EvictingGRPOTrainer | EvictingRLOOTrainer)
     plain_config = GRPOConfig if issubclass(trainer, GRPOTrainer) else RLOOConfig
@@ -107,8 +118,8 @@ def build(model, folder, *, trainer=EvictingGRPOTrainer, reward=score, arguments
         model=model,
         args=config,
         reward_funcs=reward,
-        processing_class=tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=vocabulary or tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         **arguments or {},
     )
 

@@ -20,8 +20,10 @@ from lit_rlkv.integrations.trl.batches import (
 from lit_rlkv.integrations.trl.config import CORRECTIONS, EvictingGRPOConfig
 from lit_rlkv.integrations.trl.replaying import EvictingTrainer
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.objectives.corrections import unweighted
 from lit_rlkv.objectives.distillation import distillation_kl
+from lit_rlkv.rollout.open_rollout import OpenRollout
 
 
 class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
@@ -32,7 +34,11 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
     - `kv/replay_gap`: the largest |log π − log sampler| of a completion token before the first update on a
       rollout, in nats; with a correction other than "shadow" it is the mismatch of the dense learner;
     - `kv/bytes`: allocated keys and values, summed over processes;
+    - `kv/affected_rows`, `kv/affected`: share of completions that lost keys, and of their tokens after that;
     - `smd/kl`: the KL of the distillation, mean over completion tokens, in nats.
+
+    With `tools` or an `environment_factory` a row waits in its cache while they run, and is one row for the
+    learner, which replays it through all its turns.
 
     Dropout is set to 0, because sampler and learner must compute the same function.
 
@@ -52,7 +58,10 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
         *positional: Any,
         **arguments: Any,
     ) -> None:
+        self._open: OpenRollout | None = None
         super().__init__(model, reward_funcs, args, *positional, **arguments)
+        if self.tools:
+            check_chunks(causal_lm(self.model))
         self.has_entropy_bonus = self._entropy_bonus_enabled
         self._weight_fn = CORRECTIONS[self.args.correction]
         is_anchored = self.ref_model is not None or has_adapter(self.model)
@@ -70,7 +79,34 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
         num_generations: int,
         has_tool_images: bool = False,
     ) -> tuple[list[list[int]], list[list[float]]]:
-        return self.sample(prompt_ids)
+        """Sample completions; with tools, the turns of rows that then wait in their cache.
+
+        TRL gives a row that goes on all its tokens, with the results of its tools at the end.
+        """
+        if not self.tools:
+            return self.sample(prompt_ids)
+        with self._sampler() as model:
+            if self._open is None:
+                self._open = OpenRollout(
+                    model, sampling=self.args.sampling(), **self._rollout_options(prompt_ids)
+                )
+                ids_of = zip(self._open.sequences, prompt_ids, strict=True)
+                turns = [ids[len(prompt) :] for ids, prompt in ids_of]
+            else:
+                turns = self._open.go_on(prompt_ids)
+        return turns, [[0.0] * len(ids) for ids in turns]  # `_generate` has the log-probs
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Close the rollout once no row calls a tool any more."""
+        self._open = None
+        found = super()._generate(prompts)
+        if self._open is None:
+            return found
+        prompt_ids, completion_ids, tool_mask, completions, _, *others = found
+        rollout = self._open.close([[*a, *b] for a, b in zip(prompt_ids, completion_ids, strict=True)])
+        self._open = None
+        _, logps = self._take(rollout, prompt_ids)
+        return prompt_ids, completion_ids, tool_mask, completions, logps, *others
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Add the rows of the rollout to TRL's batch, and the importance weights to its advantages."""
@@ -109,6 +145,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
         input_ids, attention_mask, n_completion = whole_rows(inputs)
         is_read = torch.zeros_like(attention_mask[:, 1:], dtype=torch.bool)
         is_read[:, -n_completion:] = inputs["completion_mask"].bool()
+        is_read &= rollout.response_mask[:, 1:]
         policy = self.accelerator.unwrap_model(self.model)
 
         def states(model: Any, *, shadow: bool) -> Tensor:

@@ -3,6 +3,8 @@
 import copy
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -11,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.base_trainer import _BaseTrainer
@@ -26,6 +28,11 @@ from lit_rlkv.integrations.trl.batches import (
     view_of,
 )
 from lit_rlkv.integrations.trl.config import EvictingConfig
+from lit_rlkv.integrations.trl.refusals import (
+    check_arguments,
+    refuse_generation_options,
+    refuse_processor,
+)
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.activations import checkpoint_layers
@@ -43,7 +50,6 @@ from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.routing import replayed_routing, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
-from lit_rlkv.settings import SAMPLING
 from lit_rlkv.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -52,9 +58,9 @@ log = logging.getLogger(__name__)
 class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
     """Extends a trainer of TRL that stands after it among the bases.
 
-    Four of its methods are extended: the rollout (`_generate_single_turn`, which calls `sample`), the batch
-    (`_generate_and_score_completions`), the log-probs (`_get_per_token_logps_and_entropies`) and the loss
-    (`_compute_loss`). They are private, so TRL is pinned.
+    Five of its methods are extended: the rollout (`_generate_single_turn`, which calls `sample`, and GRPO's
+    `_generate`), the batch (`_generate_and_score_completions`), the log-probs
+    (`_get_per_token_logps_and_entropies`) and the loss (`_compute_loss`). They are private, so TRL is pinned.
     """
 
     config_class: ClassVar[type[EvictingConfig]]
@@ -76,7 +82,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{name.split('/')[-1]}-{self.algorithm}")
-        self._check_arguments(model, args, arguments)
+        check_arguments(type(self), model, args, arguments)
         if isinstance(model, str):
             options = dict(args.model_init_kwargs or {})
             args = copy.copy(args)  # the user's stays as it is
@@ -92,10 +98,10 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         self._learner_states: Tensor | None = None
         """Hidden states that predict the completions of the last forward."""
         super().__init__(model, reward_funcs, args, **arguments)
-        _refuse_processor(self.processing_class)  # TRL loads one if it is given none
+        refuse_processor(self.processing_class)  # TRL loads one if it is given none
         self.processing_class.clean_up_tokenization_spaces = False  # rewards score the text that was sampled
         prepare_backbone(causal_lm(self.model))
-        _refuse_generation_options(causal_lm(self.model).generation_config)
+        refuse_generation_options(causal_lm(self.model).generation_config)
         if args.replay_routing:
             routers_of(causal_lm(self.model))  # refuses a model without routing to replay
         if self.is_fsdp_enabled or self._dist.is_zero3:
@@ -105,16 +111,18 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             )
 
     def sample(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample a completion for each prompt under the evicting cache; equal neighbours share a prefill.
+        """Sample a completion for each prompt under the evicting cache.
 
         Returns:
             Tokens and log-probs of each completion.
         """
-        n = math.gcd(*(len(list(run)) for _, run in groupby(prompt_ids)))
-        prompts = [torch.tensor(ids) for ids in prompt_ids[::n]]
-        options = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
-        device = self.accelerator.device
-        input_ids = pad(prompts, padding_value=self._tokenizer.pad_token_id, **options).to(device)
+        with self._sampler() as model:
+            rollout = generate(model, **self._rollout_options(prompt_ids), **self.args.sampling().options)
+        return self._take(rollout, prompt_ids)
+
+    @contextmanager
+    def _sampler(self) -> Iterator[PreTrainedModel]:
+        """Yield the model that samples, as TRL prepares it."""
         with (
             profiling_context(self, "lit_rlkv.generate"),
             unwrap_model_for_generation(
@@ -124,32 +132,49 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             ) as model,
             self.accelerator.autocast(),
         ):
-            rollout = generate(
-                causal_lm(model),
-                input_ids,
-                pad([torch.ones_like(ids) for ids in prompts], padding_value=0, **options).to(device),
-                cache=self._spec,
-                max_new_tokens=self.max_completion_length,
-                eos_token_id=self.eos_token_ids,
-                pad_token_id=self._tokenizer.pad_token_id,
-                **self.args.sampling().options,
-                num_return_sequences=n,
-                record_routing=self.args.replay_routing,
-            )
-        n_response = rollout.input_ids.shape[1] - input_ids.shape[1]
-        n_padding = -n_response % (self.pad_to_multiple_of or 1)  # of TRL's completions
+            yield causal_lm(model)
+
+    def _rollout_options(self, prompt_ids: list[list[int]]) -> dict[str, Any]:
+        """Return arguments of `generate` for these prompts; equal neighbours share a prefill."""
+        n = math.gcd(*(len(list(run)) for _, run in groupby(prompt_ids)))
+        prompts = [torch.tensor(ids) for ids in prompt_ids[::n]]
+        options = {"padding_side": "left", "pad_to_multiple_of": self.pad_to_multiple_of}
+        device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
+        return {
+            "input_ids": pad(prompts, padding_value=pad_id, **options).to(device),
+            "attention_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, **options).to(
+                device
+            ),
+            "cache": self._spec,
+            "max_new_tokens": self.max_completion_length,
+            "eos_token_id": self.eos_token_ids,
+            "pad_token_id": pad_id,
+            "num_return_sequences": n,
+            "record_routing": self.args.replay_routing,
+        }
+
+    def _take(
+        self, rollout: Rollout, prompt_ids: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Log a rollout, keep it in the columns of TRL's batch, and return what `sample` does."""
+        n_padding = -rollout.input_ids.shape[1] % (self.pad_to_multiple_of or 1)  # of TRL's completions
         self._rollout = rollout.padded(n_padding) if n_padding else rollout
-        n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=device))
+        n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=self.accelerator.device))
         found = {"kv/bytes": n_bytes.item(), **affected_shares(rollout, self.accelerator.reduce)}
         for name, value in found.items():
             self._metrics[self._mode][name].append(value)
         if self._is_first and found["kv/affected_rows"] == 0 and not self._spec.is_dense:
             log.warning(self._spec.explain_no_evictions("cache_", rollout.attention_mask))
         self._is_first = False
-        rows = list(zip(rollout.input_ids, rollout.rollout_logps, rollout.response_mask, strict=True))
-        return [ids[mask].tolist() for ids, _, mask in rows], [
-            logps[mask].tolist() for _, logps, mask in rows
-        ]
+        rows = zip(
+            rollout.input_ids,
+            rollout.rollout_logps,
+            rollout.attention_mask,
+            map(len, prompt_ids),
+            strict=True,
+        )
+        parts = [(ids[mask][n:].tolist(), logps[mask][n:].tolist()) for ids, logps, mask, n in rows]
+        return [ids for ids, _ in parts], [logps for _, logps in parts]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Add the rows of the rollout to TRL's batch."""
@@ -211,7 +236,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         Args:
             labels: [batch, seq], -100 outside of completions.
         """
-        is_read = labels[:, 1:] != -100
+        is_read = (labels[:, 1:] != -100) & rollout.response_mask[:, 1:]  # not the results of tools
         sets = token_sets(rollout, is_read)
         record = view_of(rollout, attention_mask, shadow=self._replays)
         positions = token_positions(attention_mask)
@@ -288,72 +313,3 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         largest = self.accelerator.gather(gap.max()).max().item()
         metrics = self._metrics[self._mode]  # TRL logs means of lists, and this is a maximum
         metrics["kv/replay_gap"] = [max([largest, *metrics["kv/replay_gap"]])]
-
-    def _check_arguments(self, model: Any, args: Any, arguments: dict[str, Any]) -> None:
-        is_ours = isinstance(args, self.config_class)
-        if not is_ours:
-            raise TypeError(
-                f"args must be an {self.config_class.__name__}, got {type(args).__name__}; it takes the same "
-                "fields"
-            )
-        anew = "TRL samples each turn after reading all earlier ones anew, of which the record has no place"
-        refused = {
-            "tools": f"{anew}; lit_rlkv.fit has environment=tools",
-            "environment_factory": f"{anew}; lit_rlkv.fit has environment=custom",
-            "rollout_func": "the rollout is this trainer's own",
-        }
-        for name, reason in refused.items():
-            if arguments.get(name):
-                raise ValueError(
-                    f"{name} must be left out of {type(self).__name__}: {reason}; use {self.algorithm}Trainer"
-                )
-        _refuse_processor(arguments.get("processing_class"))
-        given = (args.model_init_kwargs or {}).get("attn_implementation", ATTENTION_NAME)
-        if given != ATTENTION_NAME:
-            raise ValueError(
-                f"model_init_kwargs must leave attn_implementation out, got {given!r}; replay has its own"
-            )
-        if args.replay_routing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError(
-                "replay_routing=True must recompute layers with their experts, which use_reentrant=True in "
-                "gradient_checkpointing_kwargs does not allow; leave it out"
-            )
-        configs = [arguments.get("peft_config"), *getattr(model, "peft_config", {}).values()]
-        if any(getattr(config, "is_prompt_learning", False) for config in configs):
-            raise ValueError(
-                "prompt learning adds virtual tokens, which the record of evictions does not cover; use LoRA "
-                "or another adapter of peft"
-            )
-
-
-_OF_THE_TRAINER = {"do_sample", *SAMPLING, "repetition_penalty"} | {
-    f"{name}_token_id" for name in ("bos", "eos", "pad")
-}
-"""Options of a generation config that TRL's own or the tokenizer's take the place of."""
-_WITHOUT_EFFECT = {"max_length", "max_new_tokens", "use_cache", "transformers_version", "_from_model_config"}
-_AT_ONE = {"typical_p", "num_beams", "num_beam_groups", "guidance_scale", "num_return_sequences"}
-"""Options that change nothing at 1; the others change nothing at 0."""
-
-
-def _refuse_generation_options(config: GenerationConfig) -> None:
-    """Refuse what a model's generation config asks of rollouts, and TRL does, but the sampler does not."""
-    asked = {
-        name: value
-        for name, value in config.to_diff_dict().items()
-        if name not in _OF_THE_TRAINER | _WITHOUT_EFFECT and (value != 1 if name in _AT_ONE else value)
-    }
-    if asked:
-        given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-        raise ValueError(
-            f"the model's generation_config sets {given}, which the learner cannot replay; set "
-            f"{' and '.join(f'model.generation_config.{name} = None' for name in asked)}"
-        )
-
-
-def _refuse_processor(processing_class: Any) -> None:
-    """Refuse a processor, whose images the rollout would leave out of the prompt."""
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            "images cannot be replayed: processing_class must be a tokenizer, got a processor; for a model "
-            "that also reads images pass processing_class=AutoTokenizer.from_pretrained(...)"
-        )
