@@ -1,7 +1,6 @@
 """LogRow: one sequence of another engine's log, checked, from which `Rollout.from_log` is made."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ MAX_LOGP = 1e-3
 class LogRow:
     """A sequence that another engine sampled: its tokens, their log-probs and its evictions.
 
-    Positions count the tokens of the row from 0, prompt and response, without padding. All parts may be
-    lists, arrays or tensors, and are kept as tensors on the CPU.
+    Positions count the tokens of the row from 0, without padding. All parts may be lists, arrays or tensors.
 
     Args:
         prompt_ids: tokens of the prompt, at least one.
@@ -26,8 +24,8 @@ class LogRow:
         evicted_at: whole numbers [layer, kv_head, token], each the position of the first query that no longer
             sees the key, `NEVER` if all do, as `lit_rlkv.eviction_logs` makes them of what engines log. One
             layer or KV head serves all. None: nothing was evicted.
-        is_sampled: False for response tokens that the engine was given, such as results of tools; their
-            log-probs are ignored. None: all were sampled.
+        is_sampled: False for response tokens that the engine was given, such as results of tools; None: for
+            none of them.
 
     Raises:
         ValueError: a part has another length or type than the tokens, a log-prob is none, or a key is evicted
@@ -49,30 +47,13 @@ class LogRow:
                 f"is_sampled must be bools of the {len(response)} response tokens, one of them True, "
                 f"got {tuple(is_sampled.shape)}"
             )
-        parts = {
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "logps": _response_logps(self.logps, is_sampled.bool()),
-            "evicted_at": None if times is None else _times(times, len(prompt) + len(response)),
-            "is_sampled": is_sampled.bool(),
-        }
-        for name, value in parts.items():
-            object.__setattr__(self, name, value)
-
-
-def parse_rows(records: Iterable[Mapping[str, Any]]) -> tuple[list[LogRow], dict[int, str]]:
-    """Return the rows of a log, and for the others the reason by number of the record.
-
-    Args:
-        records: fields of `LogRow`, as lines of a JSONL file have them; others are ignored.
-    """
-    rows, broken = [], {}
-    for number, record in enumerate(records):
-        try:
-            rows.append(LogRow(*(record.get(field.name) for field in fields(LogRow))))
-        except (ValueError, AttributeError) as error:  # the latter from what is no mapping
-            broken[number] = str(error)
-    return rows, broken
+        vars(self).update(
+            prompt_ids=prompt,
+            response_ids=response,
+            logps=_response_logps(self.logps, is_sampled.bool()),
+            evicted_at=None if times is None else _times(times, len(prompt) + len(response)),
+            is_sampled=is_sampled.bool(),
+        )
 
 
 def _tensor(name: str, values: Any) -> Tensor:
@@ -82,13 +63,14 @@ def _tensor(name: str, values: Any) -> Tensor:
         raise ValueError(f"{name} must be numbers in equal rows, got {values!r:.80}: {error}") from None
 
 
-def _is_whole(values: Tensor) -> bool:
+def is_whole_numbers(values: Tensor) -> bool:
+    """Return True for a tensor of integers; bools are none."""
     return not (values.is_floating_point() or values.dtype == torch.bool)
 
 
 def _ids(name: str, values: Any) -> Int[Tensor, " token"]:
     ids = _tensor(name, values)
-    if ids.ndim != 1 or len(ids) == 0 or not _is_whole(ids) or ids.min() < 0:
+    if ids.ndim != 1 or len(ids) == 0 or not is_whole_numbers(ids) or ids.min() < 0:
         given = f"{ids.dtype} {tuple(ids.shape)}"
         raise ValueError(f"{name} must be token ids, at least one and none below 0, got {given}")
     return ids.long()
@@ -111,7 +93,7 @@ def _response_logps(values: Any, is_sampled: Bool[Tensor, " token"]) -> Float[Te
 
 def _times(values: Any, n_tokens: int) -> Int[Tensor, "layer kv_head token"]:
     times, never = _tensor("evicted_at", values), torch.iinfo(torch.int32).max
-    if not _is_whole(times) or times.ndim != 3 or times.shape[2] != n_tokens or 0 in times.shape:
+    if not is_whole_numbers(times) or times.ndim != 3 or times.shape[2] != n_tokens or 0 in times.shape:
         raise ValueError(
             f"evicted_at must be whole numbers [layer, kv_head, token] of {n_tokens} tokens, those of prompt "
             f"and response without padding, got {times.dtype} {tuple(times.shape)}"

@@ -240,13 +240,6 @@ class Record(TensorBatch):
     """Experts that the sampler's routers chose for each token, in the order in which the routers run;
     `OWN_CHOICE` on padding and on a row's last token, which no forward read."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.evicted_at, Tensor):
-            raise TypeError(
-                f"evicted_at must be a tensor of eviction times, got {type(self.evicted_at).__name__}; "
-                "Record.dense(attention_mask) is the record of a cache that evicts nothing"
-            )
-
     @classmethod
     def dense(cls, attention_mask: Bool[Tensor, "batch seq"]) -> "Record":
         """Return the record of a dense cache: each key is seen up to the end of its row."""
@@ -381,8 +374,11 @@ class Rollout(TensorBatch):
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.record, Record):
-            raise TypeError(f"record must be a Record(evicted_at, ...), got {type(self.record).__name__}")
+        if not isinstance(self.record, Record) or not isinstance(self.record.evicted_at, Tensor):
+            raise TypeError(
+                f"record must be a Record(evicted_at, ...) of a tensor, got {self.record!r:.80}; "
+                "Record.dense(attention_mask) is that of a cache that evicts nothing"
+            )
         for name in ("attention_mask", "response_mask"):
             mask = getattr(self, name)
             if mask.dtype != torch.bool:  # 0 and 1, as in transformers
@@ -391,17 +387,11 @@ class Rollout(TensorBatch):
                 object.__setattr__(self, name, mask.bool())
 
     @classmethod
-    def from_log(
-        cls, rows: Sequence[LogRow], *, temperature: float = 1.0, pad_token_id: int = 0
-    ) -> "Rollout":
-        """Return the rollout that another engine sampled, one checked row after another.
-
-        Args:
-            temperature: of the softmax whose log-probs were logged.
-            pad_token_id: any token, for the padding.
+    def from_log(cls, rows: Sequence[LogRow], *, temperature: float = 1.0) -> "Rollout":
+        """Return the rollout of what another engine has logged, which sampled at this temperature.
 
         Raises:
-            ValueError: there is no row, or rows have records of different layers or KV heads.
+            ValueError: there is no row, or rows have evictions of different layers or KV heads.
         """
         shapes = {tuple(row.evicted_at.shape[:2]) for row in rows if row.evicted_at is not None} or {(1, 1)}
         if len(rows) == 0 or len(shapes) > 1:
@@ -409,22 +399,17 @@ class Rollout(TensorBatch):
                 "rows must be at least one, with evictions of equal layers and KV heads, got "
                 f"{len(rows)} rows of {sorted(shapes)}"
             )
-        n_prompt, n_response = (
-            max(len(getattr(row, name)) for row in rows) for name in ("prompt_ids", "response_ids")
-        )
-        ids = torch.full((len(rows), n_prompt + n_response), pad_token_id)
-        is_token, is_sampled = (torch.zeros(ids.shape, dtype=torch.bool) for _ in range(2))
-        logps = torch.zeros(ids.shape, dtype=rows[0].logps.dtype)
-        times = torch.zeros(len(rows), *shapes.pop(), ids.shape[1], dtype=torch.int32)
-        for row, one in enumerate(rows):
-            first, end = n_prompt - len(one.prompt_ids), n_prompt + len(one.response_ids)
-            ids[row, first:end] = torch.cat([one.prompt_ids, one.response_ids])
-            is_token[row, first:end] = True
-            is_sampled[row, n_prompt:end], logps[row, n_prompt:end] = one.is_sampled, one.logps
-            given = torch.tensor(NEVER) if one.evicted_at is None else one.evicted_at
-            times[row, :, :, first:end] = torch.where(given == NEVER, given, given + first)
-        record = Record(times.to(times_dtype(ids.shape[1])))
-        return cls(ids, is_token, is_sampled, logps, record, kv_bytes=0, temperature=temperature)
+        longest_prompt = max(len(row.prompt_ids) for row in rows)
+        longest_response = max(len(row.response_ids) for row in rows)
+        shape, padded = shapes.pop(), []
+        for row in rows:
+            ids, n_prompt = torch.cat([row.prompt_ids, row.response_ids])[None], len(row.prompt_ids)
+            times = torch.tensor(NEVER) if row.evicted_at is None else row.evicted_at
+            record = Record(times.expand(1, *shape, ids.shape[1]).to(times_dtype(ids.shape[1])))
+            parts = (F.pad(part, (n_prompt, 0))[None] for part in (row.is_sampled, row.logps))
+            one = cls(ids, torch.ones_like(ids).bool(), *parts, record, 0, temperature)
+            padded.append(one.padded(longest_response - len(row.response_ids), longest_prompt - n_prompt))
+        return cls.cat(padded)
 
     @property
     def evicted_at(self) -> Int[Tensor, "batch layer kv_head seq"]:

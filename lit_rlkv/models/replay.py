@@ -166,12 +166,9 @@ def eviction_delays(
     smallest gap is right if that gap is float error, and `Record.delayed` then mends the record. If none is,
     something else is wrong: tokens, temperature, the order of layers or KV heads.
     """
-    gaps = {}
-    for delay in delays:
-        moved = replace(rollout, record=rollout.record.delayed(delay))
-        gap = replay_logps(model, moved) - rollout.rollout_logps
-        gaps[delay] = float(gap[rollout.response_mask].abs().max())
-    return gaps
+    moved = {delay: replace(rollout, record=rollout.record.delayed(delay)) for delay in delays}
+    gaps = {delay: replay_logps(model, one) - rollout.rollout_logps for delay, one in moved.items()}
+    return {delay: float(gap[rollout.response_mask].abs().max()) for delay, gap in gaps.items()}
 
 
 def replay_logps(

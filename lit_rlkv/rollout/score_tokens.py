@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lit_rlkv.checks import check_temperature
@@ -13,7 +14,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.cast_linear import cache_cast_weights
 from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
-from lit_rlkv.rollout.generate import STOP_CHECK_EVERY, as_rollout, check_prompts, check_token
+from lit_rlkv.rollout.generate import as_rollout, check_prompts, check_token
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Rollout
 
@@ -21,25 +22,19 @@ from lit_rlkv.types import Rollout
 class _GivenTokens(Decoder):
     """Decoder that takes given tokens in place of sampled ones."""
 
-    given: Int[Tensor, "row new"]
-    n_given: Int[Tensor, " row"]
+    given: Int[Tensor, "row column"]
+    is_given: Bool[Tensor, "row column"]
     on_logits: Callable[[Tensor], object] | None
 
-    def _choose(
-        self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]
-    ) -> tuple[Tensor, Tensor, None]:
+    def _choose(self, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, None]:
         if self.on_logits is not None:
             self.on_logits(logits)
-        place = self._next_place(rows).clamp(max=self.given.shape[1] - 1)
-        token = self.given[rows, place]
+        token = self.given[rows, self.kv.column[rows] + 1]
         return token, chosen_logps(logits, token, self.settings.sampling.temperature), None
 
-    def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
+    def _append(self, rows: Tensor, logits: Tensor) -> None:
         super()._append(rows, logits)
-        self.is_running[rows] = self.is_running[rows] & (self._next_place(rows) + 1 < self.n_given[rows])
-
-    def _next_place(self, rows: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
-        return self.kv.column[rows] + 1 - (self.seq_len - self.settings.max_new_tokens)
+        self.is_running[rows] = self.is_running[rows] & self.is_given[rows, self.kv.column[rows] + 2]
 
 
 @torch.no_grad()
@@ -58,19 +53,13 @@ def score_tokens(
 ) -> Rollout:
     """Feed given responses to a cache as if they were sampled; return their log-probs and the record.
 
-    `rollout_logps` are those of the cache, for example for a perplexity under it: exp of the mean of
-    `-rollout_logps[response_mask]`. To score a whole text, its first token can be the prompt.
+    The perplexity under the cache is exp of the mean of `-rollout_logps[response_mask]`. The prompt of a
+    whole text can be its first token. Other arguments and errors are those of `generate`.
 
     Args:
-        model, cache, temperature, generator, prefill_chunk: see `generate`; greedy is no distribution.
-        input_ids, attention_mask: left-padded prompts.
         response_ids: right-padded tokens after the prompts.
         response_mask: True or 1 on tokens, at least one in each row; None: no padding.
         on_logits: called with the logits of each step, of all rows; it forbids CUDA graphs.
-
-    Raises:
-        ValueError: as `generate`; or responses and prompts have other rows, or a response has no token, or is
-            not right-padded.
     """
     check_temperature("temperature", temperature, is_greedy_allowed=False)
     is_prompt = attention_mask.bool()
@@ -85,30 +74,21 @@ def score_tokens(
         or (is_given[:, 1:] > is_given[:, :-1]).any()
     ):
         raise ValueError(
-            "response_ids must be torch.long, a right-padded row for each prompt, and response_mask 1...1 "
-            f"0...0 on it with at least one token, got {response_ids.dtype} {tuple(response_ids.shape)} and "
-            f"{tuple(is_given.shape)} for {len(input_ids)} prompts"
+            "response_ids must be torch.long, a right-padded row of tokens for each prompt, and its mask "
+            f"1...1 0...0, got {response_ids.dtype} {tuple(response_ids.shape)} for {len(input_ids)} prompts"
         )
     for token in map(int, response_ids[is_given].aminmax()):
         check_token(model, "response_ids", token)
-    n_rows, n_new = response_ids.shape
-    no_end = response_ids.new_empty(0)
-    settings = DecodeSettings(n_new, no_end, int(response_ids[0, 0]), Sampling(temperature))
-    decoder = _GivenTokens(
-        model,
-        cache,
-        n_rows,
-        input_ids.shape[1],
-        settings,
-        generator,
-        cuda_graph=None if on_logits is None else False,
-        prefill_chunk=prefill_chunk,
-    )
-    decoder.given, decoder.n_given, decoder.on_logits = response_ids, is_given.sum(dim=1), on_logits
-    with torch.cuda.device_of(input_ids), cache_cast_weights(model), packed_weights(model, n_rows):  # type: ignore[no-untyped-call]
+    (n_rows, n_new), n_prompt = response_ids.shape, input_ids.shape[1]
+    settings = DecodeSettings(n_new, response_ids.new_empty(0), 0, Sampling(temperature))
+    options = {"cuda_graph": None if on_logits is None else False, "prefill_chunk": prefill_chunk}
+    decoder = _GivenTokens(model, cache, n_rows, n_prompt, settings, generator, **options)
+    decoder.given, decoder.is_given = (F.pad(each, (n_prompt, 2)) for each in (response_ids, is_given))
+    decoder.on_logits = on_logits
+    on_device = torch.cuda.device_of(input_ids)  # type: ignore[no-untyped-call]
+    with on_device, cache_cast_weights(model), packed_weights(model, n_rows):
         decoder.prefill(range(n_rows), input_ids, is_prompt)
-        for step in range(n_new - 1):
-            if step % STOP_CHECK_EVERY == 0:
-                decoder.make_room(STOP_CHECK_EVERY)
+        decoder.make_room(n_new)
+        for _ in range(n_new - 1):
             decoder.step()
     return as_rollout(decoder, decoder.read_rows(range(n_rows)), is_prompt)

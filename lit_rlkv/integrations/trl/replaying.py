@@ -151,24 +151,23 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
 
     def _sample_elsewhere(self, rollout_func: Any, prompts: Any, trainer: Any) -> dict[str, Any]:
         """Call the `rollout_func` of another engine, and keep the rollout of its log."""
-        output: dict[str, Any] = rollout_func(prompts, trainer)
-        names, n = ("prompt_ids", "completion_ids", "logprobs", "evicted_at"), len(prompts)
+        output, none = dict(rollout_func(prompts, trainer)), [None] * len(prompts)
+        names = ("prompt_ids", "completion_ids", "logprobs", "evicted_at")
         if missing := [name for name in names if name not in output]:
             raise ValueError(
-                f"rollout_func must return {', '.join(missing)}; evicted_at has the times of each row, as "
-                "lit_rlkv.LogRow takes them, or None"
+                f"rollout_func must return {', '.join(missing)}; evicted_at has the times of each row as "
+                "lit_rlkv.LogRow takes them, or is None"
             )
-        others = {name: output.get(name) or [None] * n for name in (names[-1], "env_mask")}
-        rows = [LogRow(*parts) for parts in zip(*map(output.get, names[:3]), *others.values(), strict=True)]
-        rollout = Rollout.from_log(
-            rows, temperature=self.temperature, pad_token_id=self._tokenizer.pad_token_id
-        )
-        n_prompt = max(len(row.prompt_ids) for row in rows)
+        parts = [output[name] for name in names[:3]]
+        parts += [output.pop("evicted_at") or none, output.get("env_mask") or none]
+        rows = [LogRow(*row) for row in zip(*parts, strict=True)]
+        rollout = Rollout.from_log(rows, temperature=self.temperature)
+        n_prompt = max(map(len, parts[0]))
         n_padding = -n_prompt % (self.pad_to_multiple_of or 1)
         rollout = rollout.padded(0, n_padding)
         on_device = replace(rollout.to(self.accelerator.device), record=rollout.record)
         self._take(on_device, n_prompt + n_padding)
-        return {name: value for name, value in output.items() if name != "evicted_at"}
+        return output
 
     def _take(self, rollout: Rollout, n_prompt: int) -> dict[str, float]:
         """Keep a rollout of so many prompt columns for the batch at hand; return and log its metrics."""
