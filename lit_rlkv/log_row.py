@@ -24,8 +24,7 @@ class LogRow:
         evicted_at: whole numbers [layer, kv_head, token], each the position of the first query that no longer
             sees the key, `NEVER` if all do, as `lit_rlkv.eviction_logs` makes them of what engines log. One
             layer or KV head serves all. None: nothing was evicted.
-        is_sampled: False for response tokens that the engine was given, such as results of tools; None: for
-            none of them.
+        is_sampled: False for response tokens that were given, such as results of tools; None: all sampled.
 
     Raises:
         ValueError: a part has another length or type than the tokens, a log-prob is none, or a key is evicted
@@ -71,8 +70,7 @@ def is_whole_numbers(values: Tensor) -> bool:
 def _ids(name: str, values: Any) -> Int[Tensor, " token"]:
     ids = _tensor(name, values)
     if ids.ndim != 1 or len(ids) == 0 or not is_whole_numbers(ids) or ids.min() < 0:
-        given = f"{ids.dtype} {tuple(ids.shape)}"
-        raise ValueError(f"{name} must be token ids, at least one and none below 0, got {given}")
+        raise ValueError(f"{name} must be token ids, at least one and none below 0, got {ids!r:.80}")
     return ids.long()
 
 
@@ -85,7 +83,7 @@ def _response_logps(values: Any, is_sampled: Bool[Tensor, " token"]) -> Float[Te
             f"logps must be one number for each of the {len(is_sampled)} response tokens, got "
             f"{tuple(logps.shape)}; leave out those of the prompt and of a token after the last"
         )
-    logps = logps.masked_fill(~is_sampled, 0.0)
+    logps = (logps if logps.is_floating_point() else logps.float()).masked_fill(~is_sampled, 0.0)
     if not (logps.isfinite() & (logps <= MAX_LOGP)).all():
         raise ValueError(f"logps must be natural logarithms of probabilities, got {logps.tolist()!r:.80}")
     return logps

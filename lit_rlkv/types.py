@@ -376,8 +376,8 @@ class Rollout(TensorBatch):
     def __post_init__(self) -> None:
         if not isinstance(self.record, Record) or not isinstance(self.record.evicted_at, Tensor):
             raise TypeError(
-                f"record must be a Record(evicted_at, ...) of a tensor, got {self.record!r:.80}; "
-                "Record.dense(attention_mask) is that of a cache that evicts nothing"
+                f"record must be a Record(evicted_at, ...) of a tensor, got {self.record!r:.80}; use "
+                "Record.dense(attention_mask) where nothing was evicted"
             )
         for name in ("attention_mask", "response_mask"):
             mask = getattr(self, name)

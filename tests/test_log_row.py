@@ -26,6 +26,10 @@ def test_lists_arrays_and_tensors_make_the_same_rollout(make):
     assert (rollout.temperature, rollout.kv_bytes) == (0.5, 0)
 
 
+def test_whole_numbers_are_logps_too():
+    assert Rollout.from_log([LogRow([1], [2], [-1])]).rollout_logps.dtype == torch.float32
+
+
 def test_times_move_with_the_padding_before_a_row():
     short = LogRow([1], [2, 3, 4], [-1.0] * 3, [[[2, NEVER, 3, NEVER]]])
     rollout = Rollout.from_log([LogRow(**FIELDS), short])
@@ -46,8 +50,9 @@ def test_tokens_that_the_engine_was_given_have_no_logps():
         ({"prompt_ids": []}, "prompt_ids must be token ids, at least one"),
         ({"response_ids": None}, "response_ids must be token ids, at least one"),
         ({"response_ids": [7, -1, 9]}, "none below 0"),
-        ({"response_ids": [7.0, 8.0, 9.0]}, "token ids, .* got torch.float32"),
+        ({"response_ids": [7.0, 8.0, 9.0]}, r"token ids, .* got tensor\(\[7\., 8\."),
         ({"prompt_ids": [[5], [6, 7]]}, "prompt_ids must be numbers in equal rows"),
+        ({"response_ids": [True, False, True]}, "token ids"),
         ({"prompt_ids": "a text"}, "prompt_ids must be numbers"),
         ({"logps": [-1.0, -2.0]}, r"each of the 3 response tokens, got \(2,\)"),
         ({"logps": [-1.0] * 5}, "leave out those of the prompt"),

@@ -387,9 +387,7 @@ class Decoder:
         is_eos = (token[:, None] == settings.eos_token_ids).any(dim=1)
         self.is_running[rows] = is_running & ~is_eos & (column < self.seq_len - 1)
 
-    def _choose(
-        self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]
-    ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Kept | None]:
+    def _choose(self, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
         """Return the next token of each row, its log-prob and what it was chosen from; see `sample`."""
         # A feed samples for some rows only.
         noise_rows = self._noise_rows if rows is self.all_rows else None

@@ -6,9 +6,11 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_rlkv import NEVER, LogRow, Rollout, eviction_delays, prepare_backbone
 from lit_rlkv.eviction_logs import from_kept, from_slots
+from lit_rlkv.types import Record
 from tests.models_zoo import VOCAB, build, tiny_config
 from tests.plain_engine import BUDGET, TEMPERATURE, Engine, Log
 from tests.rollouts import gap
@@ -55,6 +57,26 @@ def by_slots(log: Log) -> Tensor:
     return from_slots(n_tokens(log), torch.stack(log.slots, dim=-1), cache_length=BUDGET)
 
 
+def by_rkv(log: Log) -> Tensor:
+    """R-KV has no times, but its last key is the latest token."""
+    dumps = [[kept[layer] for _, kept, _ in log.kept] for layer in range(N_LAYERS)]
+    return torch.stack(
+        [from_kept(n_tokens(log), [(int(kept.max()) + 1, kept) for kept in layer]) for layer in dumps]
+    )
+
+
+def by_replay_log(log: Log) -> Tensor:
+    """keys_values has blocks of uint32, the last one filled up, and chunks, here of one token."""
+    slots = torch.stack(log.slots, dim=-1)
+    blocks = F.pad(slots, (0, -slots.shape[-1] % 4)).to(torch.uint32).split(4, dim=-1)
+    n_new = n_tokens(log) - 1 - BUDGET
+    slots = torch.cat([block.long() for block in blocks], dim=-1)[..., :n_new]
+    chunks = [1] * (n_tokens(log) - 1)
+    return torch.stack(
+        [from_slots(n_tokens(log), each, cache_length=BUDGET, chunks=chunks) for each in slots]
+    )
+
+
 def row_of(log: Log, times: Tensor) -> LogRow:
     return LogRow(log.prompt, log.response, torch.tensor(log.logps, dtype=torch.float64), times)
 
@@ -64,16 +86,36 @@ def rollout_of(logs, times, temperature=TEMPERATURE) -> Rollout:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("layout", [by_times, by_positions, by_ordinals, by_slots])
+@pytest.mark.parametrize("layout", [by_times, by_positions, by_ordinals, by_rkv, by_slots, by_replay_log])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_log_of_another_engine_replays_to_float_error(policy, layout, dtype, tolerance):
-    rollout = rollout_of(logs(policy, layout is by_slots, dtype), layout)
+    written = logs(policy, layout in (by_slots, by_replay_log), dtype)
+    rollout = rollout_of(written, layout)
     model = network(dtype)[1]
     assert gap(model, rollout) < tolerance
     assert gap(model, rollout, shadow=False) > 0.1  # what it saw matters
-    assert torch.equal(
-        rollout.evicted_at, rollout_of(logs(policy, layout is by_slots, dtype), by_times).evicted_at
-    )
+    assert torch.equal(rollout.evicted_at, rollout_of(written, by_times).evicted_at)
+
+
+def padded_kept(log: Log) -> Tensor:
+    """As G-KV logs it: columns of the padded batch, with the padding among the keys that may stay."""
+    n_padding = max(PROMPTS) - len(log.prompt)
+    columns = [(now + n_padding, F.pad(kept + n_padding, (1, 0))) for now, kept, _ in log.kept]
+    kept = [(now, kept if n_padding else kept[..., 1:]) for now, kept in columns]
+    return from_kept(max(PROMPTS) + N_NEW, kept)
+
+
+def test_a_padded_batch_replays_by_its_columns_and_not_with_its_padding_on_the_other_side():
+    plain = rollout_of(logs("random", False), by_times)
+    padding = ~plain.attention_mask[:, None, None]
+    times = torch.stack([padded_kept(log) for log in logs("random", False)]).masked_fill(padding, 0)
+    masks = plain.attention_mask.long(), plain.response_mask.long()
+    rollout = Rollout(plain.input_ids, *masks, plain.rollout_logps, Record(times), 0, TEMPERATURE)
+    model = network(torch.float32)[1]
+    assert gap(model, rollout) < 1e-5
+    moved = [table.roll(-int(row.sum()), -1) for table, row in zip(times, padding, strict=True)]
+    with pytest.raises(ValueError, match="evicted_at must be above the key's own column"):
+        gap(model, rollout.with_record(evicted_at=torch.stack(moved)))
 
 
 def shifted_columns(log):
