@@ -20,17 +20,14 @@ try:
     __version__ = version("lit_rlkv")
 except PackageNotFoundError:  # a clone that is imported without being installed
     __version__ = "unknown"
-_HOMES = {
-    "CacheSpec": "lit_rlkv.kvcache",
-    "LogRow": "lit_rlkv.log_row",
-    "NEVER": "lit_rlkv.types",
-    "Rollout": "lit_rlkv.rollout",
-    "eviction_delays": "lit_rlkv.models",
-    "generate": "lit_rlkv.rollout",
-    "prepare_backbone": "lit_rlkv.models",
-    "replay_logps": "lit_rlkv.models",
-    "score_tokens": "lit_rlkv.rollout",
+_ROOMS = {
+    "kvcache": ["CacheSpec"],
+    "log_row": ["LogRow"],
+    "models": ["eviction_delays", "prepare_backbone", "replay_logps"],
+    "rollout": ["Rollout", "generate", "score_tokens"],
+    "types": ["NEVER"],
 }
+_HOMES = {name: f"lit_rlkv.{room}" for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "NEVER",
     "CacheSpec",

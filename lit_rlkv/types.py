@@ -406,8 +406,8 @@ class Rollout(TensorBatch):
             ids, n_prompt = torch.cat([row.prompt_ids, row.response_ids])[None], len(row.prompt_ids)
             times = torch.tensor(NEVER) if row.evicted_at is None else row.evicted_at
             record = Record(times.expand(1, *shape, ids.shape[1]).to(times_dtype(ids.shape[1])))
-            parts = (F.pad(part, (n_prompt, 0))[None] for part in (row.is_sampled, row.logps))
-            one = cls(ids, torch.ones_like(ids).bool(), *parts, record, 0, temperature)
+            is_sampled, logps = (F.pad(part, (n_prompt, 0))[None] for part in (row.is_sampled, row.logps))
+            one = cls(ids, torch.ones_like(ids).bool(), is_sampled, logps, record, 0, temperature)
             padded.append(one.padded(longest_response - len(row.response_ids), longest_prompt - n_prompt))
         return cls.cat(padded)
 

@@ -81,8 +81,10 @@ def score_tokens(
         check_token(model, "response_ids", token)
     (n_rows, n_new), n_prompt = response_ids.shape, input_ids.shape[1]
     settings = DecodeSettings(n_new, response_ids.new_empty(0), 0, Sampling(temperature))
-    options = {"cuda_graph": None if on_logits is None else False, "prefill_chunk": prefill_chunk}
-    decoder = _GivenTokens(model, cache, n_rows, n_prompt, settings, generator, **options)
+    graph = None if on_logits is None else False
+    decoder = _GivenTokens(
+        model, cache, n_rows, n_prompt, settings, generator, cuda_graph=graph, prefill_chunk=prefill_chunk
+    )
     decoder.given, decoder.is_given = (F.pad(each, (n_prompt, 2)) for each in (response_ids, is_given))
     decoder.on_logits = on_logits
     on_device = torch.cuda.device_of(input_ids)  # type: ignore[no-untyped-call]
