@@ -11,22 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_rlkv.kvcache import CacheSpec
-    from lit_rlkv.models import prepare_backbone, replay_logps
-    from lit_rlkv.rollout import Rollout, generate
+    from lit_rlkv.log_row import LogRow
+    from lit_rlkv.models import eviction_delays, prepare_backbone, replay_logps
+    from lit_rlkv.rollout import Rollout, generate, score_tokens
+    from lit_rlkv.types import NEVER
 
 try:
     __version__ = version("lit_rlkv")
 except PackageNotFoundError:  # a clone that is imported without being installed
     __version__ = "unknown"
-__all__ = ["CacheSpec", "Rollout", "__version__", "generate", "prepare_backbone", "replay_logps"]
-
-_HOMES = {
-    "CacheSpec": "lit_rlkv.kvcache",
-    "Rollout": "lit_rlkv.rollout",
-    "generate": "lit_rlkv.rollout",
-    "prepare_backbone": "lit_rlkv.models",
-    "replay_logps": "lit_rlkv.models",
+_ROOMS = {
+    "kvcache": ["CacheSpec"],
+    "log_row": ["LogRow"],
+    "models": ["eviction_delays", "prepare_backbone", "replay_logps"],
+    "rollout": ["Rollout", "generate", "score_tokens"],
+    "types": ["NEVER"],
 }
+_HOMES = {name: f"lit_rlkv.{room}" for room, names in _ROOMS.items() for name in names}
+__all__ = [
+    "NEVER",
+    "CacheSpec",
+    "LogRow",
+    "Rollout",
+    "__version__",
+    "eviction_delays",
+    "generate",
+    "prepare_backbone",
+    "replay_logps",
+    "score_tokens",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Int, Int32, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.log_row import LogRow
+
 NEVER = torch.iinfo(torch.int32).max
 """Eviction time of a key that is never evicted."""
 MOST_NARROW = 2**16 - 2
@@ -327,6 +329,13 @@ class Record(TensorBatch):
             batches = [replace(each, evicted_at=wide(each.evicted_at)) for each in batches]
         return super().cat(batches)
 
+    def delayed(self, by: int) -> "Record":
+        """Return the record with every eviction so many columns later, or earlier if below 0."""
+        times = wide(self.evicted_at)
+        own = torch.arange(times.shape[-1], device=times.device)
+        is_evicted = (times > own) & (times != NEVER)
+        return replace(self, evicted_at=torch.where(is_evicted, (times + by).maximum(own + 1), times))
+
     @property
     def part_bytes(self) -> dict[str, int]:
         """Bytes of each part."""
@@ -365,14 +374,42 @@ class Rollout(TensorBatch):
     """Temperature of the softmax that the responses were sampled from; 0: greedy."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.record, Record):
-            raise TypeError(f"record must be a Record(evicted_at, ...), got {type(self.record).__name__}")
+        if not isinstance(self.record, Record) or not isinstance(self.record.evicted_at, Tensor):
+            raise TypeError(
+                f"record must be a Record(evicted_at, ...) of a tensor, got {self.record!r:.80}; use "
+                "Record.dense(attention_mask) where nothing was evicted"
+            )
         for name in ("attention_mask", "response_mask"):
             mask = getattr(self, name)
             if mask.dtype != torch.bool:  # 0 and 1, as in transformers
                 if not torch.equal(mask, mask.bool().to(mask.dtype)):
                     raise ValueError(f"{name} must be True or 1 on tokens and False or 0 elsewhere")
                 object.__setattr__(self, name, mask.bool())
+
+    @classmethod
+    def from_log(cls, rows: Sequence[LogRow], *, temperature: float = 1.0) -> "Rollout":
+        """Return the rollout of what another engine has logged, which sampled at this temperature.
+
+        Raises:
+            ValueError: there is no row, or rows have evictions of different layers or KV heads.
+        """
+        shapes = {tuple(row.evicted_at.shape[:2]) for row in rows if row.evicted_at is not None} or {(1, 1)}
+        if len(rows) == 0 or len(shapes) > 1:
+            raise ValueError(
+                "rows must be at least one, with evictions of equal layers and KV heads, got "
+                f"{len(rows)} rows of {sorted(shapes)}"
+            )
+        longest_prompt = max(len(row.prompt_ids) for row in rows)
+        longest_response = max(len(row.response_ids) for row in rows)
+        shape, padded = shapes.pop(), []
+        for row in rows:
+            ids, n_prompt = torch.cat([row.prompt_ids, row.response_ids])[None], len(row.prompt_ids)
+            times = torch.tensor(NEVER) if row.evicted_at is None else row.evicted_at
+            record = Record(times.expand(1, *shape, ids.shape[1]).to(times_dtype(ids.shape[1])))
+            is_sampled, logps = (F.pad(part, (n_prompt, 0))[None] for part in (row.is_sampled, row.logps))
+            one = cls(ids, torch.ones_like(ids).bool(), is_sampled, logps, record, 0, temperature)
+            padded.append(one.padded(longest_response - len(row.response_ids), longest_prompt - n_prompt))
+        return cls.cat(padded)
 
     @property
     def evicted_at(self) -> Int[Tensor, "batch layer kv_head seq"]:
@@ -394,6 +431,9 @@ class Rollout(TensorBatch):
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
         return replace(self, record=Record(self.record.evicted_at[:, :0, :0]))
+
+
+torch.serialization.add_safe_globals([Rollout, Record, SamplingMasks, Codes])  # torch.load opens a saved one
 
 
 @dataclass(frozen=True)

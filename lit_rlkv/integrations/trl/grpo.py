@@ -29,7 +29,9 @@ from lit_rlkv.rollout.open_rollout import OpenRollout
 class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer whose rollouts evict keys, and whose learner replays the evictions.
 
-    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. Metrics are TRL's, and
+    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. A `rollout_func` must return
+    `evicted_at`, too, the evictions of each row as `LogRow` takes them, or None; the config's cache has no
+    effect then. Metrics are TRL's, and
 
     - `kv/replay_gap`: the largest |log π − log sampler| of a completion token before the first update on a
       rollout, in nats; with a correction other than "shadow" it is the mismatch of the dense learner;

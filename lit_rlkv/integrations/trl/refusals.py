@@ -29,10 +29,10 @@ def check_arguments(trainer: Any, model: Any, args: Any, arguments: dict[str, An
             f"tools and environment_factory must be left out of {trainer.__name__}: TRL's "
             f"{trainer.algorithm}Trainer has none; use EvictingGRPOTrainer"
         )
-    if arguments.get("rollout_func"):
+    if arguments.get("rollout_func") and (arguments.get("tools") or arguments.get("environment_factory")):
         raise ValueError(
-            f"rollout_func must be left out of {trainer.__name__}: the rollout is this trainer's own; use "
-            f"{trainer.algorithm}Trainer"
+            "tools and environment_factory must be left out beside a rollout_func, whose engine samples every "
+            "turn; call tools in it, and return their tokens with 0 in env_mask"
         )
     refuse_processor(arguments.get("processing_class"))
     given = (args.model_init_kwargs or {}).get("attn_implementation", ATTENTION_NAME)

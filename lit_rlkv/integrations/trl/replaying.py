@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -34,6 +35,7 @@ from lit_rlkv.integrations.trl.refusals import (
     refuse_processor,
 )
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
+from lit_rlkv.log_row import LogRow
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.activations import checkpoint_layers
 from lit_rlkv.models.attention import ATTENTION_NAME
@@ -89,6 +91,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             args.model_init_kwargs = {**options, "attn_implementation": ATTENTION_NAME}
         else:
             prepare_backbone(causal_lm(model))  # before TRL copies its attention for the reference
+        if (rollout_func := arguments.get("rollout_func")) is not None:
+            arguments["rollout_func"] = partial(self._sample_elsewhere, rollout_func)
         self._spec = args.cache_spec()
         self._replays = args.correction == "shadow"
         self._is_first = True
@@ -153,16 +157,21 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             "record_routing": self.args.replay_routing,
         }
 
-    def _take(
-        self, rollout: Rollout, prompt_ids: list[list[int]]
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Log a rollout, keep it in the columns of TRL's batch, and return what `sample` does."""
+    def _keep(self, rollout: Rollout) -> dict[str, float]:
+        """Keep a rollout for the batch at hand, in the columns of TRL's; return and log its metrics."""
         n_padding = -rollout.input_ids.shape[1] % (self.pad_to_multiple_of or 1)  # of TRL's completions
         self._rollout = rollout.padded(n_padding) if n_padding else rollout
         n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=self.accelerator.device))
         found = {"kv/bytes": n_bytes.item(), **affected_shares(rollout, self.accelerator.reduce)}
         for name, value in found.items():
             self._metrics[self._mode][name].append(value)
+        return found
+
+    def _take(
+        self, rollout: Rollout, prompt_ids: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Keep a rollout of this trainer's own, and return what `sample` does."""
+        found = self._keep(rollout)
         if self._is_first and found["kv/affected_rows"] == 0 and not self._spec.is_dense:
             log.warning(self._spec.explain_no_evictions("cache_", rollout.attention_mask))
         self._is_first = False
@@ -175,6 +184,23 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         )
         parts = [(ids[mask][n:].tolist(), logps[mask][n:].tolist()) for ids, logps, mask, n in rows]
         return [ids for ids, _ in parts], [logps for _, logps in parts]
+
+    def _sample_elsewhere(self, rollout_func: Any, prompts: Any, trainer: Any) -> dict[str, Any]:
+        """Call the `rollout_func` of another engine, and keep the rollout of its log."""
+        output, none = dict(rollout_func(prompts, trainer)), [None] * len(prompts)
+        names = ("prompt_ids", "completion_ids", "logprobs", "evicted_at")
+        if missing := [name for name in names if name not in output]:
+            raise ValueError(
+                f"rollout_func must return {', '.join(missing)}; evicted_at has the times of each row as "
+                "lit_rlkv.LogRow takes them, or is None"
+            )
+        parts = [output[name] for name in names[:3]]
+        parts += [output.pop("evicted_at") or none, output.get("env_mask") or none]
+        rows = [LogRow(*row) for row in zip(*parts, strict=True)]
+        rollout = Rollout.from_log(rows, temperature=self.temperature)
+        rollout = rollout.padded(0, -max(map(len, parts[0])) % (self.pad_to_multiple_of or 1))
+        self._keep(replace(rollout.to(self.accelerator.device), record=rollout.record))
+        return output
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Add the rows of the rollout to TRL's batch."""
@@ -309,7 +335,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         assert self._rollout is not None
         n_completion = self._learner_logps.shape[1]
         gap = (self._learner_logps - self._rollout.rollout_logps[:, -n_completion:]).abs()
-        gap = gap.masked_fill(~inputs["completion_mask"].bool(), 0.0)
+        is_sampled = inputs["completion_mask"].bool() & self._rollout.response_mask[:, -n_completion:]
+        gap = gap.masked_fill(~is_sampled, 0.0)
         largest = self.accelerator.gather(gap.max()).max().item()
         metrics = self._metrics[self._mode]  # TRL logs means of lists, and this is a maximum
         metrics["kv/replay_gap"] = [max([largest, *metrics["kv/replay_gap"]])]
