@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Int, Int32, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rlkv.log_row import LogRow
+
 NEVER = torch.iinfo(torch.int32).max
 """Eviction time of a key that is never evicted."""
 MOST_NARROW = 2**16 - 2
@@ -238,6 +240,13 @@ class Record(TensorBatch):
     """Experts that the sampler's routers chose for each token, in the order in which the routers run;
     `OWN_CHOICE` on padding and on a row's last token, which no forward read."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.evicted_at, Tensor):
+            raise TypeError(
+                f"evicted_at must be a tensor of eviction times, got {type(self.evicted_at).__name__}; "
+                "Record.dense(attention_mask) is the record of a cache that evicts nothing"
+            )
+
     @classmethod
     def dense(cls, attention_mask: Bool[Tensor, "batch seq"]) -> "Record":
         """Return the record of a dense cache: each key is seen up to the end of its row."""
@@ -327,6 +336,13 @@ class Record(TensorBatch):
             batches = [replace(each, evicted_at=wide(each.evicted_at)) for each in batches]
         return super().cat(batches)
 
+    def delayed(self, by: int) -> "Record":
+        """Return the record with every eviction so many columns later, or earlier if below 0."""
+        times = wide(self.evicted_at)
+        own = torch.arange(times.shape[-1], device=times.device)
+        is_evicted = (times > own) & (times != NEVER)
+        return replace(self, evicted_at=torch.where(is_evicted, (times + by).maximum(own + 1), times))
+
     @property
     def part_bytes(self) -> dict[str, int]:
         """Bytes of each part."""
@@ -374,6 +390,42 @@ class Rollout(TensorBatch):
                     raise ValueError(f"{name} must be True or 1 on tokens and False or 0 elsewhere")
                 object.__setattr__(self, name, mask.bool())
 
+    @classmethod
+    def from_log(
+        cls, rows: Sequence[LogRow], *, temperature: float = 1.0, pad_token_id: int = 0
+    ) -> "Rollout":
+        """Return the rollout that another engine sampled, one checked row after another.
+
+        Args:
+            temperature: of the softmax whose log-probs were logged.
+            pad_token_id: any token, for the padding.
+
+        Raises:
+            ValueError: there is no row, or rows have records of different layers or KV heads.
+        """
+        shapes = {tuple(row.evicted_at.shape[:2]) for row in rows if row.evicted_at is not None} or {(1, 1)}
+        if len(rows) == 0 or len(shapes) > 1:
+            raise ValueError(
+                "rows must be at least one, with evictions of equal layers and KV heads, got "
+                f"{len(rows)} rows of {sorted(shapes)}"
+            )
+        n_prompt, n_response = (
+            max(len(getattr(row, name)) for row in rows) for name in ("prompt_ids", "response_ids")
+        )
+        ids = torch.full((len(rows), n_prompt + n_response), pad_token_id)
+        is_token, is_sampled = (torch.zeros(ids.shape, dtype=torch.bool) for _ in range(2))
+        logps = torch.zeros(ids.shape, dtype=rows[0].logps.dtype)
+        times = torch.zeros(len(rows), *shapes.pop(), ids.shape[1], dtype=torch.int32)
+        for row, one in enumerate(rows):
+            first, end = n_prompt - len(one.prompt_ids), n_prompt + len(one.response_ids)
+            ids[row, first:end] = torch.cat([one.prompt_ids, one.response_ids])
+            is_token[row, first:end] = True
+            is_sampled[row, n_prompt:end], logps[row, n_prompt:end] = one.is_sampled, one.logps
+            given = torch.tensor(NEVER) if one.evicted_at is None else one.evicted_at
+            times[row, :, :, first:end] = torch.where(given == NEVER, given, given + first)
+        record = Record(times.to(times_dtype(ids.shape[1])))
+        return cls(ids, is_token, is_sampled, logps, record, kv_bytes=0, temperature=temperature)
+
     @property
     def evicted_at(self) -> Int[Tensor, "batch layer kv_head seq"]:
         """First query column that no longer sees each key; NEVER if it was not evicted, 0 on padding.
@@ -394,6 +446,9 @@ class Rollout(TensorBatch):
     def without_records(self) -> "Rollout":
         """Return the rollout without what only a replay reads, the largest of its tensors."""
         return replace(self, record=Record(self.record.evicted_at[:, :0, :0]))
+
+
+torch.serialization.add_safe_globals([Rollout, Record, SamplingMasks, Codes])  # torch.load opens a saved one
 
 
 @dataclass(frozen=True)

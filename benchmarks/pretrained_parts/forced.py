@@ -1,8 +1,8 @@
 """Given responses under an evicting cache, token by token, beside the model with all keys."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,8 +14,7 @@ from lit_rlkv.kernels.token_logps.reference import chosen_logps, kl_of_logits
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.backbone import head_logits
 from lit_rlkv.models.replay import response_hidden
-from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
-from lit_rlkv.settings import Sampling
+from lit_rlkv.rollout import score_tokens
 from lit_rlkv.types import PromptBatch, Rollout
 
 
@@ -61,36 +60,16 @@ class Compared:
     """Seconds of all decode steps, without the statistics."""
 
 
-class ForcedDecoder(Decoder):
-    """Decodes given tokens instead of sampled ones, and shows the logits of each step to `read`."""
-
-    tokens: Int[Tensor, "row step"]
-    read: Callable[[int, Tensor], None]
-    n_read = 0
-
-    def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
-        self.read(self.n_read, logits)
-        wanted = self.tokens[rows, self.n_read]
-        self.n_read += 1
-        # At temperature 0 the token of the highest logit is taken.
-        super()._append(rows, torch.zeros_like(logits).scatter_(1, wanted[:, None], 1.0))
-
-
 @torch.no_grad()
 def compare(
     model: PreTrainedModel, reference: Reference, cache: CacheSpec, generator: torch.Generator
 ) -> Compared:
     """Decode the responses of the reference under a cache, and compare each token's distributions."""
-    n_rows, n_steps = reference.tokens.shape
-    settings = DecodeSettings(n_steps, reference.eos_token_ids, 0, Sampling(0.0))
-    columns = reference.prompts.input_ids.shape[1]
-    decoder = ForcedDecoder(model, cache, n_rows, columns, settings, generator, cuda_graph=False)
     steps: list[tuple[Tensor, ...]] = []
-    reading = 0.0
+    times: list[tuple[float, float]] = []
 
-    def read(step: int, logits: Tensor) -> None:
-        nonlocal reading
-        started_at = time.perf_counter()
+    def read(logits: Tensor) -> None:
+        step, started_at = len(steps), time.perf_counter()
         dense, token = head_logits(model, reference.hidden[:, step]), reference.tokens[:, step]
         steps.append(
             (
@@ -101,13 +80,18 @@ def compare(
                 logits.argmax(-1) == token,
             )
         )
-        reading += time.perf_counter() - started_at
+        times.append((started_at, time.perf_counter()))
 
-    decoder.tokens, decoder.read = reference.tokens, read
-    decoder.prefill(range(n_rows), reference.prompts.input_ids, reference.prompts.attention_mask)
-    reading, started_at = 0.0, time.perf_counter()
-    for _ in range(n_steps - 1):
-        decoder.step()
-    seconds = time.perf_counter() - started_at - reading
+    rollout = score_tokens(
+        model,
+        reference.prompts.input_ids,
+        reference.prompts.attention_mask,
+        reference.tokens,
+        reference.is_token,
+        cache=cache,
+        generator=generator,
+        on_logits=read,
+    )
+    seconds = sum(after[0] - before[1] for before, after in pairwise(times))
     values = [torch.stack(found, dim=1) for found in zip(*steps, strict=True)]
-    return Compared(*values, kv_bytes=decoder.kv.kv_bytes, decode_seconds=seconds)
+    return Compared(*values, kv_bytes=rollout.kv_bytes, decode_seconds=seconds)

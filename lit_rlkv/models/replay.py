@@ -1,6 +1,7 @@
 """Replay: log-probs of a rollout under the keys that its cache held at each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -153,6 +154,24 @@ def check_rollout(model: PreTrainedModel, rollout: Rollout) -> None:
     found = torch.stack([each.any() for each in wrong.values()]).tolist()
     if any(found):
         raise ValueError([*wrong][found.index(True)])
+
+
+@torch.no_grad()
+def eviction_delays(
+    model: PreTrainedModel, rollout: Rollout, delays: Sequence[int] = (-1, 0, 1)
+) -> dict[int, float]:
+    """Return by delay the largest |log π - log μ| of a response token, if all evictions came so much later.
+
+    An engine whose scheduler is a step ahead may log a compaction before queries feel it. The delay of the
+    smallest gap is right if that gap is float error, and `Record.delayed` then mends the record. If none is,
+    something else is wrong: tokens, temperature, the order of layers or KV heads.
+    """
+    gaps = {}
+    for delay in delays:
+        moved = replace(rollout, record=rollout.record.delayed(delay))
+        gap = replay_logps(model, moved) - rollout.rollout_logps
+        gaps[delay] = float(gap[rollout.response_mask].abs().max())
+    return gaps
 
 
 def replay_logps(

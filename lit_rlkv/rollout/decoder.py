@@ -33,7 +33,7 @@ from lit_rlkv.rollout.graph import CudaGraphRunner
 from lit_rlkv.rollout.mask_record import MaskRecorder
 from lit_rlkv.rollout.paused_rows import PausedRow, pause_rows, resume_rows
 from lit_rlkv.rollout.recorders import CodeRecorder, EvictionRecorder, Recorder
-from lit_rlkv.rollout.sampling import sample
+from lit_rlkv.rollout.sampling import Kept, sample
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import TensorBatch
 
@@ -375,9 +375,7 @@ class Decoder:
     def _append(self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]) -> None:
         """Sample a token for each row and write it into the next column."""
         settings, is_running = self.settings, self.is_running[rows]
-        # A feed samples for some rows only.
-        noise_rows = self._noise_rows if rows is self.all_rows else None
-        token, logp, kept = sample(logits, settings.sampling, self.generator, noise_rows)
+        token, logp, kept = self._choose(rows, logits)
         for recorder in self.recorders:
             recorder.sampled(rows, kept, is_running)
         token = token.where(is_running, settings.pad_token_id)
@@ -388,3 +386,11 @@ class Decoder:
         self.newest[rows] = token
         is_eos = (token[:, None] == settings.eos_token_ids).any(dim=1)
         self.is_running[rows] = is_running & ~is_eos & (column < self.seq_len - 1)
+
+    def _choose(
+        self, rows: Int[Tensor, " row"], logits: Float[Tensor, "row vocab"]
+    ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Kept | None]:
+        """Return the next token of each row, its log-prob and what it was chosen from; see `sample`."""
+        # A feed samples for some rows only.
+        noise_rows = self._noise_rows if rows is self.all_rows else None
+        return sample(logits, self.settings.sampling, self.generator, noise_rows)

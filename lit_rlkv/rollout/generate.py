@@ -111,7 +111,7 @@ def generate(
         )
     is_prompt = attention_mask.bool()
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    _check_prompts(model, input_ids, is_prompt, max_new_tokens)
+    check_prompts(model, input_ids, is_prompt, max_new_tokens)
     _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
     if prefill_chunk is not None:
         Range(least=1).check("prefill_chunk", prefill_chunk, int, hint="None reads a prompt in one piece")
@@ -122,7 +122,7 @@ def generate(
         raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
     # A token beyond the vocabulary is never sampled, and ends no response.
     Range(least=0).check("eos_token_id", min(eos_list, default=0), int, hint="None never ends a response")
-    _check_token(model, "pad_token_id", pad_list[0])
+    check_token(model, "pad_token_id", pad_list[0])
     decoder = Decoder(
         model,
         cache,
@@ -211,12 +211,13 @@ def as_rollout(decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "bat
     )
 
 
-def _check_prompts(
+def check_prompts(
     model: PreTrainedModel,
     input_ids: Int[Tensor, "batch prompt"],
     is_prompt: Tensor,
     max_new_tokens: int,
 ) -> None:
+    """Check left-padded prompts for a model, before any work."""
     if input_ids.ndim != 2 or input_ids.dtype != torch.long:
         raise ValueError(
             f"input_ids must be a torch.long tensor [batch, prompt], got {input_ids.dtype} of shape "
@@ -238,11 +239,11 @@ def _check_prompts(
             "reads 0...0 1...1"
         )
     for token in map(int, input_ids.aminmax()):
-        _check_token(model, "a prompt", token)
+        check_token(model, "a prompt", token)
     check_length(model, input_ids.shape[1] + max_new_tokens)
 
 
-def _check_token(model: PreTrainedModel, name: str, token: int) -> None:
+def check_token(model: PreTrainedModel, name: str, token: int) -> None:
     """Check that a token is in the model's vocabulary."""
     n_tokens = n_embeddings(model)
     if not is_whole(token) or not 0 <= token < n_tokens:

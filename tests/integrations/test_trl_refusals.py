@@ -111,13 +111,12 @@ PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     [
         ("tools", {"arguments": {"tools": [tool]}}),
         ("environment_factory", {"arguments": {"environment_factory": object}}),
-        ("rollout_func", {"arguments": {"rollout_func": print}}),
         ("prompt learning", {"arguments": {"peft_config": PROMPT_TUNING}}),
         ("attn_implementation", {"model_init_kwargs": {"attn_implementation": "sdpa"}}),
         ("beta=0", {"distillation": "sparse_student"}),
         ("replay_routing|routing to replay", {"replay_routing": True}),
     ],
-    ids=["tools", "environment", "rollout_func", "prompt-tuning", "attention", "no-teacher", "no-experts"],
+    ids=["tools", "environment", "prompt-tuning", "attention", "no-teacher", "no-experts"],
 )
 def test_what_a_rollout_cannot_do_is_refused_by_name(model, tmp_path, key, options):
     with pytest.raises(ValueError, match=key) as error:

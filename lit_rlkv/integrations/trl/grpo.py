@@ -27,7 +27,9 @@ from lit_rlkv.objectives.distillation import distillation_kl
 class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer whose rollouts evict keys, and whose learner replays the evictions.
 
-    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. Metrics are TRL's, and
+    Arguments are those of `GRPOTrainer`, with an `EvictingGRPOConfig` as `args`. A `rollout_func` must also
+    return `evicted_at`, the evictions of each row as `LogRow` takes them, or None; the config's cache then has
+    no effect. Metrics are TRL's, and
 
     - `kv/replay_gap`: the largest |log π − log sampler| of a completion token before the first update on a
       rollout, in nats; with a correction other than "shadow" it is the mismatch of the dense learner;

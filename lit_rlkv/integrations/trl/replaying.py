@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -27,6 +28,7 @@ from lit_rlkv.integrations.trl.batches import (
 )
 from lit_rlkv.integrations.trl.config import EvictingConfig
 from lit_rlkv.kernels.token_logps import TokenSets, token_logps_and_entropy
+from lit_rlkv.log_row import LogRow
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.activations import checkpoint_layers
 from lit_rlkv.models.attention import ATTENTION_NAME
@@ -83,6 +85,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             args.model_init_kwargs = {**options, "attn_implementation": ATTENTION_NAME}
         else:
             prepare_backbone(causal_lm(model))  # before TRL copies its attention for the reference
+        if (rollout_func := arguments.get("rollout_func")) is not None:
+            arguments["rollout_func"] = partial(self._sample_elsewhere, rollout_func)
         self._spec = args.cache_spec()
         self._replays = args.correction == "shadow"
         self._is_first = True
@@ -136,13 +140,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
                 num_return_sequences=n,
                 record_routing=self.args.replay_routing,
             )
-        n_response = rollout.input_ids.shape[1] - input_ids.shape[1]
-        n_padding = -n_response % (self.pad_to_multiple_of or 1)  # of TRL's completions
-        self._rollout = rollout.padded(n_padding) if n_padding else rollout
-        n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=device))
-        found = {"kv/bytes": n_bytes.item(), **affected_shares(rollout, self.accelerator.reduce)}
-        for name, value in found.items():
-            self._metrics[self._mode][name].append(value)
+        found = self._take(rollout, input_ids.shape[1])
         if self._is_first and found["kv/affected_rows"] == 0 and not self._spec.is_dense:
             log.warning(self._spec.explain_no_evictions("cache_", rollout.attention_mask))
         self._is_first = False
@@ -150,6 +148,37 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         return [ids[mask].tolist() for ids, _, mask in rows], [
             logps[mask].tolist() for _, logps, mask in rows
         ]
+
+    def _sample_elsewhere(self, rollout_func: Any, prompts: Any, trainer: Any) -> dict[str, Any]:
+        """Call the `rollout_func` of another engine, and keep the rollout of its log."""
+        output: dict[str, Any] = rollout_func(prompts, trainer)
+        names, n = ("prompt_ids", "completion_ids", "logprobs", "evicted_at"), len(prompts)
+        if missing := [name for name in names if name not in output]:
+            raise ValueError(
+                f"rollout_func must return {', '.join(missing)}; evicted_at has the times of each row, as "
+                "lit_rlkv.LogRow takes them, or None"
+            )
+        others = {name: output.get(name) or [None] * n for name in (names[-1], "env_mask")}
+        rows = [LogRow(*parts) for parts in zip(*map(output.get, names[:3]), *others.values(), strict=True)]
+        rollout = Rollout.from_log(
+            rows, temperature=self.temperature, pad_token_id=self._tokenizer.pad_token_id
+        )
+        n_prompt = max(len(row.prompt_ids) for row in rows)
+        n_padding = -n_prompt % (self.pad_to_multiple_of or 1)
+        rollout = rollout.padded(0, n_padding)
+        on_device = replace(rollout.to(self.accelerator.device), record=rollout.record)
+        self._take(on_device, n_prompt + n_padding)
+        return {name: value for name, value in output.items() if name != "evicted_at"}
+
+    def _take(self, rollout: Rollout, n_prompt: int) -> dict[str, float]:
+        """Keep a rollout of so many prompt columns for the batch at hand; return and log its metrics."""
+        n_padding = -(rollout.input_ids.shape[1] - n_prompt) % (self.pad_to_multiple_of or 1)
+        self._rollout = rollout.padded(n_padding) if n_padding else rollout  # as TRL's completions
+        n_bytes = self.accelerator.reduce(torch.tensor(rollout.kv_bytes, device=rollout.input_ids.device))
+        found = {"kv/bytes": n_bytes.item(), **affected_shares(rollout, self.accelerator.reduce)}
+        for name, value in found.items():
+            self._metrics[self._mode][name].append(value)
+        return found
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Add the rows of the rollout to TRL's batch."""
@@ -284,7 +313,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         assert self._rollout is not None
         n_completion = self._learner_logps.shape[1]
         gap = (self._learner_logps - self._rollout.rollout_logps[:, -n_completion:]).abs()
-        gap = gap.masked_fill(~inputs["completion_mask"].bool(), 0.0)
+        is_sampled = inputs["completion_mask"].bool() & self._rollout.response_mask[:, -n_completion:]
+        gap = gap.masked_fill(~is_sampled, 0.0)
         largest = self.accelerator.gather(gap.max()).max().item()
         metrics = self._metrics[self._mode]  # TRL logs means of lists, and this is a maximum
         metrics["kv/replay_gap"] = [max([largest, *metrics["kv/replay_gap"]])]
@@ -300,7 +330,6 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         refused = {
             "tools": f"{anew}; lit_rlkv.fit has environment=tools",
             "environment_factory": f"{anew}; lit_rlkv.fit has environment=custom",
-            "rollout_func": "the rollout is this trainer's own",
         }
         for name, reason in refused.items():
             if arguments.get(name):

@@ -1,0 +1,141 @@
+"""Eviction times from what other engines log: positions kept at compactions, overwritten slots, or a rule.
+
+All times are those of `LogRow.evicted_at`: the position of the first query that no longer sees the key.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from lit_rlkv.types import NEVER
+
+Times = Int[Tensor, "*lead token"]
+
+
+def from_kept(n_tokens: int, compactions: Iterable[tuple[int, Tensor]], *, ordinals: bool = False) -> Times:
+    """Return the times from the keys that each compaction kept.
+
+    Args:
+        n_tokens: tokens of the sequence.
+        compactions: in order, the position of the first query that no longer sees the other keys, and those
+            that stay, [*lead, kept] in any order, -1 where a head keeps fewer; `lead` is layers and KV heads,
+            for example.
+        ordinals: kept keys are not positions but places in the cache at that time, which has the keys of the
+            last compaction, in its order, and those since.
+
+    Raises:
+        ValueError: a key is kept twice, after it was evicted or before it was written, or compactions are out
+            of order or of different layers or heads.
+    """
+    times, before, position = torch.empty(0), 0, torch.arange(n_tokens)
+    cached = torch.empty(0)
+    for now, given in compactions:
+        kept, lead = _whole(given), given.shape[:-1]
+        if before == 0:
+            times = torch.full((*lead, n_tokens), NEVER, dtype=torch.int32)
+            cached = torch.empty((*lead, 0), dtype=torch.long)
+        if not before < now <= n_tokens or lead != times.shape[:-1]:
+            raise ValueError(
+                f"compactions must be at rising positions up to {n_tokens} and of equal layers and heads "
+                f"{list(times.shape[:-1])}, got {list(lead)} at {now} after one at {before}"
+            )
+        at = f"compaction at {now}: key {{}} is kept"
+        if ordinals:
+            cached = torch.cat([cached, torch.arange(before, now).expand(*lead, -1)], dim=-1)
+            cached = cached.gather(-1, (cached < 0).int().argsort(dim=-1, stable=True))  # -1 to the end
+            n_cached = (cached >= 0).sum(-1, keepdim=True)
+            _refuse(kept >= n_cached, kept, f"{at}, and the cache has fewer")
+            kept = cached = cached.gather(-1, kept.clamp(min=0)).where(kept >= 0, -1)
+        _refuse(kept >= now, kept, f"{at} before it was written")
+        places = kept.where(kept >= 0, n_tokens)
+        n_kept = torch.zeros((*lead, n_tokens + 1), dtype=torch.long)
+        n_kept = n_kept.scatter_add_(-1, places, torch.ones_like(places))[..., :n_tokens]
+        _refuse(n_kept > 1, position.expand_as(n_kept), f"{at} twice")
+        _refuse((n_kept > 0) & (times <= now), position.expand_as(times), f"{at} after it was evicted")
+        times[(position < now) & (n_kept == 0) & (times == NEVER)] = now
+        before = now
+    if before == 0:
+        raise ValueError("compactions must be at least one; without any, a row has no times")
+    return times
+
+
+def from_slots(
+    n_tokens: int,
+    slots: Int[Tensor, "*lead new"],
+    *,
+    cache_length: int,
+    chunks: Sequence[int] | None = None,
+    grace_period: int = 0,
+) -> Times:
+    """Return the times from the slot of a full cache that each token took.
+
+    No query of the forward in which a key is overwritten sees it.
+
+    Args:
+        slots: of the tokens from number `cache_length` on; those before it fill the slots in order.
+        chunks: number of tokens of each forward; None: the first `cache_length`, then one at a time.
+        grace_period: last slots of the cache, a ring of the latest keys; a slot is then taken by the key that
+            leaves the ring.
+
+    Raises:
+        ValueError: a slot is none of the cache or taken twice in one forward, or numbers of tokens differ.
+    """
+    slots, n_slots, n_new = _whole(slots), cache_length - grace_period, slots.shape[-1]
+    chunks = [cache_length] + [1] * n_new if chunks is None else chunks
+    ends = torch.tensor(chunks).cumsum(0).tolist()
+    n_fed = cache_length + n_new
+    if ends[-1] != n_fed or n_tokens - n_fed not in (0, 1) or cache_length not in ends:
+        raise ValueError(
+            f"chunks and slots must be of the {n_tokens} tokens or all but the last, and a chunk must end as "
+            f"the cache is full, got chunks {chunks} and {cache_length} + {n_new} tokens by slots"
+        )
+    _refuse((slots < 0) | (slots >= n_slots), slots, f"slot {{}} is none of 0 to {n_slots - 1}")
+    times = torch.full((*slots.shape[:-1], n_tokens), NEVER, dtype=torch.int32)
+    holds = torch.arange(n_slots).repeat(*slots.shape[:-1], 1)
+    for start, end in pairwise(ends):
+        if end > cache_length:
+            taken = slots[..., start - cache_length : end - cache_length]
+            ordered = taken.sort(dim=-1).values
+            _refuse(ordered.diff() == 0, ordered, f"slot {{}} is taken twice by tokens {start} to {end - 1}")
+            times.scatter_(-1, holds.gather(-1, taken), start)
+            holds.scatter_(-1, taken, torch.arange(start, end).expand_as(taken) - grace_period)
+    return times
+
+
+def from_rule(
+    n_tokens: int, *, last: int, sink: int = 0, compactions: Iterable[int] | None = None
+) -> Int[Tensor, "1 1 token"]:
+    """Return the times of a cache that keeps the first and the latest keys, in all layers and heads.
+
+    The record of the policy `streaming` is that of `last = budget - sink` with compactions at
+    `range(n_prompt, n_tokens, interval)`.
+
+    Args:
+        last: latest keys that stay beside the `sink` first ones.
+        compactions: positions of the first query after each compaction, which keeps the `last` keys before
+            that query; None: each query sees `last` keys, its own among them.
+    """
+    position = torch.arange(n_tokens)
+    times = position + last
+    if compactions is not None:
+        moments = torch.tensor([*sorted(compactions), NEVER])
+        times = moments[torch.searchsorted(moments, times + 1)]
+    return times.masked_fill((position < sink) | (times >= n_tokens), NEVER).int()[None, None]
+
+
+def _whole(values: Tensor) -> Int[Tensor, "*lead place"]:
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"kept keys and slots must be whole numbers, got {values.dtype}")
+    return values.long().cpu()
+
+
+def _refuse(is_wrong: Bool[Tensor, "*lead place"], values: Tensor, message: str) -> None:
+    """Raise a ValueError with the first value that is wrong, and its layer and head."""
+    if is_wrong.any():
+        *lead, place = is_wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{message.format(int(values[(*lead, place)]))}, at {lead} of {list(values.shape[:-1])}"
+        )
