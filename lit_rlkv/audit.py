@@ -68,7 +68,15 @@ def parse(arguments: Sequence[str]) -> AuditArguments:
     unknown = [name for name in given if name not in known]
     require(not unknown, f"unknown argument {', '.join(unknown)}; choose of {', '.join(known)}")
     require("model" in given and "log" in given, "an audit needs model=PATH and log=FILE; --help says more")
-    make = {"log": Path, "adapter": Path, "to": Path, "temperature": float, "top_p": float, "top_k": int, "rows": int}
+    make = {
+        "log": Path,
+        "adapter": Path,
+        "to": Path,
+        "temperature": float,
+        "top_p": float,
+        "top_k": int,
+        "rows": int,
+    }
     values: dict[str, object] = {}
     for name, text in given.items():
         try:

@@ -206,7 +206,8 @@ class Audit:
         if all(len(row.prompt_ids) > 1 for row in self.rows):
             for cause, part in ways.items():
                 yield self._of_rows(
-                    f"of a prompt {cause}", [replace(row, prompt_ids=row.prompt_ids[part]) for row in self.rows]
+                    f"of a prompt {cause}",
+                    [replace(row, prompt_ids=row.prompt_ids[part]) for row in self.rows],
                 )
         if isinstance(first, int):
             start = torch.tensor([first])
@@ -219,7 +220,12 @@ class Audit:
             yield self._of_rows(
                 f"of a cache of the first {N_SINKS} and the latest {last} keys",
                 [
-                    replace(row, evicted_at=from_rule(len(row.prompt_ids) + len(row.response_ids), last=last, sink=N_SINKS))
+                    replace(
+                        row,
+                        evicted_at=from_rule(
+                            len(row.prompt_ids) + len(row.response_ids), last=last, sink=N_SINKS
+                        ),
+                    )
                     for row in self.rows
                 ],
             )

@@ -74,7 +74,9 @@ def _overlap_p05(audit: Audit) -> float | None:
         return None
     rollout = audit.rollout
     found = [
-        view_overlap(audit.model, packed(rollout, rollout.attention_mask, slice(row, row + 1)), rollout.temperature)
+        view_overlap(
+            audit.model, packed(rollout, rollout.attention_mask, slice(row, row + 1)), rollout.temperature
+        )
         for row in range(len(audit.rows))
     ]
     kept = torch.cat([each[each > 0] for each in found])
@@ -97,7 +99,13 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
     overlap = values["overlap_p05"]
     more = "" if overlap is None else f"; overlap with all keys, 5th percentile {overlap:.2f}"
     yield f"k1 {values['k1']:.2g}, k3 {values['k3']:.2g}, effective sample {values['ess']:.3f} of tokens{more}"
-    parts = zip(*(values["by_position"][name] for name in ("position", "n_response_tokens", "k3", "abs_log_ratio_p99")), strict=True)
+    parts = zip(
+        *(
+            values["by_position"][name]
+            for name in ("position", "n_response_tokens", "k3", "abs_log_ratio_p99")
+        ),
+        strict=True,
+    )
     cells = [[f"{position:,}", f"{n:,}", f"{k3:.2g}", f"{tail:.2g}"] for position, n, k3, tail in parts]
     yield make_table(("position", "tokens", "k3", "p99 of the gap"), cells[:: -(-len(cells) // N_BINS)])
     if gap["mean"] <= EXACT:
@@ -106,7 +114,13 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
     yield make_table(
         ("worst tokens", "position", "token", "sampler", "learner"),
         [
-            [each["row"], str(each["position"]), str(each["token"]), f"{each['sampler']:.3f}", f"{each['learner']:.3f}"]
+            [
+                each["row"],
+                str(each["position"]),
+                str(each["token"]),
+                f"{each['sampler']:.3f}",
+                f"{each['learner']:.3f}",
+            ]
             for each in values["worst"]
         ],
     )
@@ -120,7 +134,9 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
         yield "none of the causes that were tried explains the gap"
         if values["grows"] and not values["is_replayed"]:
             yield "it grows along the response, as under eviction; log when keys were evicted"
-    yield from (f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_BROKEN])
+    yield from (
+        f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_BROKEN]
+    )
 
 
 def picture(audit: Audit) -> Figure:

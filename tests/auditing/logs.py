@@ -3,7 +3,6 @@
 import torch
 
 from lit_rlkv import CacheSpec, generate, prepare_backbone
-from lit_rlkv.models.replay import response_hidden
 from lit_rlkv.types import NEVER
 from tests.models_zoo import build, tiny_config
 

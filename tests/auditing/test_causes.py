@@ -112,4 +112,6 @@ def test_a_key_too_many_is_found_without_a_forward():
     times = torch.tensor(row["evicted_at"])
     key = int((times[1, 0] < NEVER).nonzero()[0])
     times[1, 0, key] = NEVER
-    assert uneven_heads(LogRow(**{**row, "evicted_at": times.tolist()})).startswith("layer 1, KV head 0 holds")
+    assert uneven_heads(LogRow(**{**row, "evicted_at": times.tolist()})).startswith(
+        "layer 1, KV head 0 holds"
+    )

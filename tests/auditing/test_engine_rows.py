@@ -7,7 +7,10 @@ import pytest
 from lit_rlkv.auditing.engine_rows import read_log
 
 PROMPT, RESPONSE, LOGPS = [5, 6, 7], [8, 9, 10, 11], [-0.5, -1.5, -0.25, -2.0]
-CANDIDATES = [{str(token): {"logprob": logp}, "3": {"logprob": -9.0}} for token, logp in zip(RESPONSE, LOGPS, strict=True)]
+CANDIDATES = [
+    {str(token): {"logprob": logp}, "3": {"logprob": -9.0}}
+    for token, logp in zip(RESPONSE, LOGPS, strict=True)
+]
 PAIRS = [[logp, token, None] for token, logp in zip(RESPONSE, LOGPS, strict=True)]
 FORMS = {
     "own": {"prompt_ids": PROMPT, "response_ids": RESPONSE, "logps": LOGPS},
@@ -63,7 +66,11 @@ def write(tmp_path, *lines):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sample_is_the_same_row_in_every_form(form, tmp_path):
     (row,), places, broken = read_log(write(tmp_path, FORMS[form]))
-    assert (row.prompt_ids.tolist(), row.response_ids.tolist(), row.logps.tolist()) == (PROMPT, RESPONSE, LOGPS)
+    assert (row.prompt_ids.tolist(), row.response_ids.tolist(), row.logps.tolist()) == (
+        PROMPT,
+        RESPONSE,
+        LOGPS,
+    )
     assert row.is_sampled.all()
     assert places == [f"{tmp_path}/rows.jsonl:1"]
     assert broken == []

@@ -1,10 +1,12 @@
 """The Python blocks of README and of the site run as they stand; test_how_to.py runs those of own modules."""
 
+import shutil
+
 import pytest
 import torch
 
 from lit_rlkv.models import prepare_backbone
-from tests.docs.pages import PAGES, TRUST, code_blocks
+from tests.docs.pages import PAGES, ROOT, TRUST, code_blocks
 from tests.saved_models import save_checkpoint
 
 BLOCKS = {
@@ -16,8 +18,9 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the checkpoint that pages call my-model."""
+    """Holds the checkpoint that pages call my-model, and a log of an engine."""
     folder = tmp_path_factory.mktemp("pages")
+    shutil.copy(ROOT / "tests" / "data" / "samples.jsonl", folder)
     save_checkpoint(folder / "my-model", max_position_embeddings=512)
     return folder
 
