@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-USAGE = """Say how far the log-probs of another engine or trainer are from the learner's, and what explains it.
+USAGE = """Say how far the log-probs of another sampler are from the learner's, and what explains it.
 
-  python -m lit_rlkv.audit model=PATH log=rows.jsonl [temperature=0.7 top_p=0.95] [adapter=PATH] [to=audit.png]
+  python -m lit_rlkv.audit model=PATH log=rows.jsonl [temperature=0.7 top_p=0.95] [to=audit.png]
 
 Arguments
   model        checkpoint folder, GGUF file or hub name of the learner
   log          JSON lines or Parquet: in each row token ids of prompt and response, and the log-probs of the
                latter, as vLLM, SGLang, TRL, verl and prime-rl name them; and evictions, if there were any
-               (docs/how-to/audit.md)
+               (docs/how-to/from-vllm.md)
   temperature  that the log-probs are of, 1 unless given; top_p and top_k likewise
   adapter      folder of a peft adapter that the sampler had
   dtype        float32 or bfloat16, in which the learner computes
@@ -148,8 +148,11 @@ def prepared(path: str, dtype: "torch.dtype", device: str) -> "PreTrainedModel":
     from lit_rlkv.runs.starting_model import pretrained_path
 
     folder = pretrained_path(path, RUNS_DIR, "model")
+    assert folder is not None, "it is None of no path alone"
     with as_config_errors("model"):
-        return prepare_backbone(load_causal_lm(folder, dtype).to(device).eval())
+        model = load_causal_lm(folder, dtype).eval()
+        model.to(device)
+        return prepare_backbone(model)
 
 
 def with_adapter(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":

@@ -1,4 +1,4 @@
-"""What explains the gap between a sampler's log-probs and the learner's: causes tried, with what each leaves."""
+"""Causes of a gap between a sampler's log-probs and the learner's: each tried, with what it leaves."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ N_SINKS, FEWEST_KEYS = 4, 16
 CHUNK_LOGITS = 2**25
 """Most logits at a time."""
 EXPLAINS, ROUNDING = 0.5, 3.0
-"""A cause explains the gap if it leaves at most this share of it; rounding, if the gap is at most so many times
-the distance of the model in 16 bits from itself."""
+"""A cause explains the gap if it leaves at most this share of it; rounding, if the gap is at most so many
+times the distance of the model in 16 bits from itself."""
 EXACT = 1e-4
 """Mean gap in nats that needs no explanation: sums in another order."""
 
@@ -54,7 +54,7 @@ class Sampling:
 def readings(
     logits: Float[Tensor, "token vocab"], tokens: Int[Tensor, " token"], settings: Sequence[Sampling]
 ) -> list[Float[Tensor, " token"]]:
-    """Return the log-probs of tokens for each setting; of a token that would not be drawn those before the cut."""
+    """Return the log-probs of tokens for each setting; of one that is not drawn those before the cut."""
     found: dict[Sampling, Tensor] = {}
     for temperature in {setting.temperature for setting in settings}:
         logps = (logits / temperature).log_softmax(dim=-1)
@@ -119,7 +119,7 @@ class Audit:
 
     @cached_property
     def trials(self) -> list[Trial]:
-        """All causes that were tried, the one that leaves least first; none, if nothing has to be explained."""
+        """The causes that were tried, what leaves least first; none, if nothing has to be explained."""
         return [] if self.own.gap <= EXACT else sorted(self._trials(), key=lambda trial: trial.gap)
 
     @property
@@ -150,7 +150,7 @@ class Audit:
     def rounding(self) -> Trial:
         """The learner computes in bfloat16, as an engine does; the model stays so."""
         _ = self.own  # before the model changes
-        self.model.to(torch.bfloat16)
+        self.model.bfloat16()
         return self._trial("of the same model in bfloat16", *self._logps(self.rollout, [self.sampling]))
 
     def _trials(self) -> Iterator[Trial]:
@@ -248,7 +248,7 @@ class Audit:
             tokens, logits = part.input_ids[part.response_mask], head_logits(self.model, hidden[:1])
             chunks: list[list[Tensor]] = []
             size = max(CHUNK_LOGITS // logits.shape[-1], 1)
-            for states, chosen in zip(hidden.split(size), tokens.split(size), strict=True):
+            for states, chosen in zip(torch.split(hidden, size), torch.split(tokens, size), strict=True):
                 logits = head_logits(self.model, states).float()
                 chunks.append(readings(logits, chosen, settings))
             for out, each in zip(found, zip(*chunks, strict=True), strict=True):
@@ -258,7 +258,7 @@ class Audit:
 
 
 def uneven_heads(row: LogRow) -> str | None:
-    """Return where a KV head of a layer holds another number of keys than most do, as a key too many would."""
+    """Return where a KV head holds another number of keys than all others, as a key too many would."""
     if row.evicted_at is None:
         return None
     times = row.evicted_at
@@ -269,7 +269,7 @@ def uneven_heads(row: LogRow) -> str | None:
         if (counts != usual).sum() == 1:
             layer, head = (counts != usual).nonzero()[0].tolist()
             return (
-                f"layer {layer}, KV head {head} holds {int(counts[layer, head])} keys at position {now}, and all "
-                f"others {usual}"
+                f"layer {layer}, KV head {head} holds {int(counts[layer, head])} keys at position {now}, "
+                f"and all others {usual}"
             )
     return None

@@ -17,11 +17,11 @@ LOGPS = ("logps", "logprobs", "sampling_per_token_logps", "rollout_log_probs", "
 MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mask")
 """Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
 TIMES, KEPT = "evicted_at", "kept"
-"""A record of evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
+"""Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
 
 
 def read_log(path: Path) -> tuple[list[LogRow], list[str], list[str]]:
-    """Return the rows of a file of JSON lines or a Parquet file, their places, and what is wrong with others.
+    """Return the rows of a file of JSON lines or a Parquet file, their places, and the faults of others.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -70,7 +70,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     details = sample.get("meta_info") or {}  # of SGLang
     response = _first(sample, RESPONSE) or [entry[1] for entry in details.get("output_token_logprobs") or ()]
     prompt = _first(sample, PROMPT) or [entry[1] for entry in details.get("input_token_logprobs") or ()]
-    logps = _first(sample, LOGPS) or details.get("output_token_logprobs")
+    logps: Any = _first(sample, LOGPS) or details.get("output_token_logprobs")
     for name, part, known in (
         ("prompt", prompt, PROMPT),
         ("response", response, RESPONSE),

@@ -95,10 +95,11 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
         yield f"{len(left_out)} rows of the file cannot be read:"
         yield from (f"  {each}" for each in left_out[:N_BROKEN])
     how = "evictions replayed" if values["is_replayed"] else "all keys seen"
-    yield f"|log π − log μ| in nats, {how}: mean {gap['mean']:.2g}, p99 {gap['p99']:.2g}, max {gap['max']:.2g}"
+    sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))
+    yield f"|log π − log μ| in nats, {how}: {sizes}"
     overlap = values["overlap_p05"]
     more = "" if overlap is None else f"; overlap with all keys, 5th percentile {overlap:.2f}"
-    yield f"k1 {values['k1']:.2g}, k3 {values['k3']:.2g}, effective sample {values['ess']:.3f} of tokens{more}"
+    yield f"k1 {values['k1']:.2g}, k3 {values['k3']:.2g}, effective share of tokens {values['ess']:.3f}{more}"
     parts = zip(
         *(
             values["by_position"][name]
@@ -140,7 +141,7 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def picture(audit: Audit) -> Figure:
-    """Draw the gap by position, as logged and under the cause that leaves least, and what each cause leaves."""
+    """Draw the gap by position, as logged and under its cause, and what each cause leaves."""
     figure = Figure(figsize=(style.FULL_WIDTH, style.HEIGHT), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2)
     curves = [(audit.own, "as logged", style.VERMILLION)]
@@ -149,7 +150,7 @@ def picture(audit: Audit) -> Figure:
     for trial, label, color in curves:
         log_ratio = (trial.logps - audit.sampler).nan_to_num()
         found = as_lists(log_ratios_by_position(log_ratio, audit.is_sampled))
-        tail = [max(value, LEAST_DRAWN) for value in found["abs_log_ratio_p99"]]
+        tail = [max(value or 0.0, LEAST_DRAWN) for value in found["abs_log_ratio_p99"]]
         left.plot(found["position"], tail, color=color, lw=2, label=label)
     style.style_axes(left)
     left.set_yscale("log")
