@@ -12,6 +12,7 @@ COMMANDS = {
     "fit": "train a policy: SFT, RL, evaluation, report",
     "evaluate": "score a saved run for each cache policy and budget",
     "export": "write a saved policy for transformers and peft",
+    "audit": "say how far another engine's log is from the learner, and why",
     "report": "draw a run's report again, or compare runs",
     "sweep": "run a sweep file: many runs, one table",
 }

@@ -1,11 +1,13 @@
 """The Python blocks of README and of the site run as they stand; test_how_to.py runs those of own modules."""
 
+import shutil
+
 import pytest
 import torch
 
 from lit_rlkv.models import prepare_backbone
 from tests.chat_templates import trl_tokenizer
-from tests.docs.pages import PAGES, TRUST, code_blocks
+from tests.docs.pages import PAGES, ROOT, TRUST, code_blocks
 from tests.saved_models import save_checkpoint
 
 BLOCKS = {
@@ -17,8 +19,9 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the checkpoints that pages call my-model and my-chat-model, whose template has tools."""
+    """Holds the models of pages, my-model and my-chat-model, whose template has tools, and an engine's log."""
     folder = tmp_path_factory.mktemp("pages")
+    shutil.copy(ROOT / "tests" / "data" / "samples.jsonl", folder)
     save_checkpoint(folder / "my-model", max_position_embeddings=512)
     tokenizer = trl_tokenizer("qwen3", "<|im_end|>")
     save_checkpoint(folder / "my-chat-model", "qwen3", tokenizer=tokenizer, vocab_size=len(tokenizer))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_rlkv.audit import parse as parse_audit
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import CONF_DIR, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig, ExportConfig
@@ -24,6 +25,7 @@ from tests.tiers import short_tier
 FILES = {
     "pairs.jsonl": "tests/data/preferences.jsonl",
     "problems.jsonl": "tests/data/problems.jsonl",
+    "samples.jsonl": "tests/data/samples.jsonl",
     "rewards.py:": "tests/data/rewards.py:",
 }
 """Placeholders of a user's files, and their stand-ins."""
@@ -106,6 +108,8 @@ def check_python(arguments: list[str]) -> None:
 def check_program(program: str, arguments: list[str]) -> None:
     if program == "fit":
         check_fit(arguments)
+    elif program == "audit":
+        parse_audit([here(one) for one in arguments])
     elif program == "plan":
         parse_plan(arguments)
     elif program == "sweep":

@@ -1,0 +1,171 @@
+"""python -m lit_rlkv.audit model=PATH log=FILE: how far a sampler is from the learner, and why."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lit_rlkv.checks import check_temperature
+from lit_rlkv.cli import run_command
+from lit_rlkv.config import ConfigError, as_config_errors, require
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+USAGE = """Say how far the log-probs of another sampler are from the learner's, and what explains it.
+
+  python -m lit_rlkv.audit model=PATH log=rows.jsonl [temperature=0.7 top_p=0.95] [to=audit.png]
+
+Arguments
+  model        checkpoint folder, GGUF file or hub name of the learner
+  log          JSON lines or Parquet: in each row token ids of prompt and response, and the log-probs of the
+               latter, as vLLM, SGLang, TRL, verl and prime-rl name them; and evictions, if there were any
+               (docs/how-to/from-vllm.md)
+  temperature  that the log-probs are of, 1 unless given; top_p and top_k likewise
+  adapter      folder of a peft adapter that the sampler had
+  dtype        float32 or bfloat16, in which the learner computes
+  rows         most rows that are read, 64 unless given
+  to           picture to write
+  --json       print values for programs"""
+TOKENS_PER_PASS, RUNS_DIR = 4096, "runs"
+
+
+@dataclass(frozen=True)
+class AuditArguments:
+    """A log, its learner, and how to answer."""
+
+    model: str
+    log: Path
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    adapter: Path | None = None
+    dtype: str = "float32"
+    rows: int = 64
+    to: Path | None = None
+    as_json: bool = False
+
+
+def main() -> None:
+    """Run the command line."""
+    if {"--help", "-h"} & {*sys.argv[1:]}:
+        sys.stdout.write(f"{USAGE}\n")
+        return
+    run_command(parse, ("lit_rlkv.auditing.causes", "lit_rlkv.reporting.audit_screen"), audit)
+
+
+def parse(arguments: Sequence[str]) -> AuditArguments:
+    """Return what the arguments ask for.
+
+    Raises:
+        ConfigError: one is unknown, missing or wrong.
+    """
+    known = {field.name: field for field in fields(AuditArguments) if field.name != "as_json"}
+    given = dict(one.partition("=")[::2] for one in arguments if one != "--json")
+    unknown = [name for name in given if name not in known]
+    require(not unknown, f"unknown argument {', '.join(unknown)}; choose of {', '.join(known)}")
+    require("model" in given and "log" in given, "an audit needs model=PATH and log=FILE; --help says more")
+    make = {
+        "log": Path,
+        "adapter": Path,
+        "to": Path,
+        "temperature": float,
+        "top_p": float,
+        "top_k": int,
+        "rows": int,
+    }
+    values: dict[str, object] = {}
+    for name, text in given.items():
+        try:
+            values[name] = make.get(name, str)(text)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be a number, got {text}") from error
+    asked = AuditArguments(**values, as_json="--json" in arguments)  # type: ignore[arg-type]
+    with as_config_errors("audit"):
+        check_temperature("temperature", asked.temperature, is_greedy_allowed=False)
+    require(0 < asked.top_p <= 1, f"top_p must be above 0 and at most 1, got {asked.top_p:g}")
+    require(asked.top_k >= 0 and asked.rows > 0, "top_k must be at least 0, and rows at least 1")
+    require(asked.dtype in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, got {asked.dtype}")
+    require(asked.log.is_file(), f"log={asked.log} is no file; give JSON lines or Parquet")
+    require(
+        asked.adapter is None or (asked.adapter / "adapter_config.json").is_file(),
+        f"adapter={asked.adapter} is no folder of a peft adapter (no adapter_config.json there)",
+    )
+    require(
+        asked.to is None or (asked.to.suffix in (".png", ".svg") and asked.to.absolute().parent.is_dir()),
+        f"to={asked.to} must be a file .png or .svg in a folder that exists",
+    )
+    return asked
+
+
+def audit(asked: AuditArguments) -> None:
+    """Print the audit, and draw it if asked to.
+
+    Raises:
+        ConfigError: the model, the adapter or the log cannot be read.
+    """
+    import torch
+    from rich.console import Console
+
+    from lit_rlkv.auditing.causes import Audit, Sampling
+    from lit_rlkv.auditing.engine_rows import read_log
+    from lit_rlkv.reporting.audit_screen import as_values, picture, screen
+
+    with as_config_errors("log"):
+        rows, places, broken = read_log(asked.log)
+        require(bool(rows), f"log={asked.log} has no row that can be read: {'; '.join(broken[:3])}")
+    chosen = [*range(0, len(rows), -(-len(rows) // asked.rows))]
+    rows, places = [rows[n] for n in chosen], [places[n] for n in chosen]
+    sampling = Sampling(asked.temperature, asked.top_p, asked.top_k)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = prepared(asked.model, getattr(torch, asked.dtype), device)
+    without = None
+    with as_config_errors("log"):
+        if asked.adapter is not None:
+            without = Audit(model, rows, sampling, TOKENS_PER_PASS).own.logps
+            model = with_adapter(model, asked.adapter)
+        found = Audit(model, rows, sampling, TOKENS_PER_PASS, without)
+        values = as_values(found, places, broken)
+    if asked.as_json:
+        sys.stdout.write(json.dumps(values, indent=1) + "\n")
+    else:
+        Console(soft_wrap=True).print(screen(values), markup=False, highlight=False)
+    if asked.to is not None:
+        picture(found).savefig(asked.to)
+
+
+def prepared(path: str, dtype: "torch.dtype", device: str) -> "PreTrainedModel":
+    """Return the learner's model, ready for replay.
+
+    Raises:
+        ConfigError: it cannot be loaded, or not replayed.
+    """
+    from lit_rlkv.models.loading import load_causal_lm
+    from lit_rlkv.models.preparation import prepare_backbone
+    from lit_rlkv.runs.starting_model import pretrained_path
+
+    folder = pretrained_path(path, RUNS_DIR, "model")
+    assert folder is not None, "it is None of no path alone"
+    with as_config_errors("model"):
+        model = load_causal_lm(folder, dtype).eval()
+        model.to(device)
+        return prepare_backbone(model)
+
+
+def with_adapter(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
+    """Return the model with an adapter merged into its weights.
+
+    Raises:
+        ConfigError: it is not one of this model.
+    """
+    from peft import PeftModel
+
+    with as_config_errors("adapter"):
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+
+
+if __name__ == "__main__":
+    main()

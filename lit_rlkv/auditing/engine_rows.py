@@ -1,0 +1,111 @@
+"""Rows of a log as vLLM, SGLang, TRL, verl, prime-rl or this package writes them, as `LogRow`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_rlkv.eviction_logs import from_kept
+from lit_rlkv.log_row import LogRow
+from lit_rlkv.tasks.hub import load, numbered_rows
+from lit_rlkv.tasks.json_rows import numbered_values
+
+PROMPT = ("prompt_ids", "prompt_token_ids", "prompts", "input_ids")
+RESPONSE = ("response_ids", "completion_ids", "token_ids", "output_ids", "responses")
+LOGPS = ("logps", "logprobs", "sampling_per_token_logps", "rollout_log_probs", "completion_logprobs")
+MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mask")
+"""Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
+TIMES, KEPT = "evicted_at", "kept"
+"""Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
+
+
+def read_log(path: Path) -> tuple[list[LogRow], list[str], list[str]]:
+    """Return the rows of a file of JSON lines or a Parquet file, their places, and the faults of others.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read.
+        ImportError: the package datasets is needed for it, and missing.
+    """
+    rows, places, broken = [], [], []
+    values = numbered_values(path) if path.suffix in (".json", ".jsonl") else _table(path)
+    for place, value in values:
+        try:
+            if isinstance(value, ValueError):
+                raise value
+            if not isinstance(value, Mapping):
+                raise ValueError(f"a row must be an object with token ids and log-probs, got {value!r:.80}")
+            found = [row_of(sample) for sample in samples_of(value)]
+        except (ValueError, TypeError, LookupError) as error:
+            broken.append(f"{place}: {error}")
+        else:
+            rows += found
+            places += [place] * len(found)
+    return rows, places, broken
+
+
+def _table(path: Path) -> Iterator[tuple[str, Any]]:
+    yield from numbered_rows(load(str(path), None, "train"), str(path))
+
+
+def samples_of(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the samples of a row: the choices of a response of a server, or the row itself."""
+    samples = value.get("choices", value.get("outputs"))
+    if not isinstance(samples, Sequence):
+        yield value
+        return
+    for sample in samples:
+        yield {**value, "logprobs": None, **sample}
+
+
+def row_of(sample: Mapping[str, Any]) -> LogRow:
+    """Return a sample as a row.
+
+    Padding before a prompt goes where a mask says so, and so does all after the last sampled token.
+
+    Raises:
+        ValueError: a part is missing, or `LogRow` refuses it.
+    """
+    details = sample.get("meta_info") or {}  # of SGLang
+    response = _first(sample, RESPONSE) or [entry[1] for entry in details.get("output_token_logprobs") or ()]
+    prompt = _first(sample, PROMPT) or [entry[1] for entry in details.get("input_token_logprobs") or ()]
+    logps: Any = _first(sample, LOGPS) or details.get("output_token_logprobs")
+    for name, part, known in (
+        ("prompt", prompt, PROMPT),
+        ("response", response, RESPONSE),
+        ("logps", logps, LOGPS),
+    ):
+        if not part:
+            raise ValueError(f"no {name}: give it as {' or '.join(known)}; it has {', '.join(sample)}")
+    mask = sample.get("prompt_mask") or (sample.get("attention_mask") or ())[: len(prompt)]
+    if any(mask):  # prime-rl's is 0 on every token of a prompt
+        prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]
+    masks = [sample[name] for name in MASKS if sample.get(name) is not None]
+    is_sampled = [all(marks) for marks in zip(*masks, strict=True)] if masks else [True] * len(response)
+    if len(is_sampled) != len(response):
+        raise ValueError(f"a mask has {len(is_sampled)} numbers for {len(response)} tokens of the response")
+    if isinstance(logps, Mapping):  # of a server of vLLM: for chats, and for texts
+        logps = logps["content"] if "content" in logps else logps["token_logprobs"]
+    if len(logps) != len(response):
+        raise ValueError(f"{len(logps)} log-probs for {len(response)} tokens of the response")
+    end = max((place + 1 for place, one in enumerate(is_sampled) if one), default=0)
+    numbers = [_number(entry, token) for entry, token in zip(logps, response, strict=True)]
+    times = sample.get(TIMES)
+    if times is None and sample.get(KEPT) is not None:
+        compactions = ((each["at"], torch.tensor(each["kept"])) for each in sample[KEPT])
+        times = from_kept(len(prompt) + end, compactions)
+    return LogRow(prompt, response[:end], numbers[:end], times, is_sampled[:end])
+
+
+def _first(sample: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the first part that is there; what a column of a table has not is None."""
+    return next((sample[name] for name in names if sample.get(name) is not None), None)
+
+
+def _number(entry: Any, token: int) -> Any:
+    """Return a log-prob from what an engine puts around it."""
+    if isinstance(entry, Mapping):
+        entry = entry.get(str(token), entry.get(token, entry))  # the candidates of a token, by id
+        return entry["logprob"] if isinstance(entry, Mapping) else entry
+    return entry[0] if isinstance(entry, Sequence) else entry

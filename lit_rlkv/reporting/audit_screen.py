@@ -1,0 +1,165 @@
+"""An audit as a page of text, as plain values, and as a picture."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lit_rlkv.auditing.causes import EXACT, Audit, uneven_heads
+from lit_rlkv.diagnostics.distributions import view_overlap
+from lit_rlkv.diagnostics.importance_ratios import importance_ratios, off_policy, replay_gap
+from lit_rlkv.diagnostics.position_bins import as_lists, log_ratios_by_position
+from lit_rlkv.models.packing import packed
+from lit_rlkv.reporting.plots import style
+from lit_rlkv.reporting.tables import make_table
+from lit_rlkv.units import shortened
+
+N_WORST, N_CAUSES, N_BROKEN, N_BINS = 5, 6, 5, 8
+"""Tokens, causes, rows that could not be read, and bins of positions that are shown."""
+LEAST_DRAWN = 1e-7
+"""Nats: a smaller gap is drawn as this."""
+
+
+def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dict[str, Any]:
+    """Return an audit as plain values.
+
+    Args:
+        places: file and line of each row.
+        broken: what is wrong with the rows that could not be read.
+    """
+    own, mask = audit.own.logps, audit.is_sampled
+    distance = (own - audit.sampler).abs().masked_fill(~mask, -1.0)
+    worst = distance.flatten().topk(min(N_WORST, int(mask.sum()))).indices.tolist()
+    overlap = _overlap_p05(audit)
+    kept = {"kl": "k1", "k3_kl": "k3", "rollout_is_eff_sample_size": "ess"}
+    statistics = off_policy(own, audit.sampler, mask) | importance_ratios(own - audit.sampler, mask)
+    gaps = replay_gap(own, audit.sampler, mask)
+    values: dict[str, Any] = {
+        "rows": len(audit.rows),
+        "tokens": int(mask.sum()),
+        "left_out": [*broken],
+        "sampling": str(audit.sampling),
+        "is_replayed": audit.has_record,
+        "gap": {name.removeprefix("kv/replay_gap_"): float(value) for name, value in gaps.items()},
+        **{name: float(statistics[key]) for key, name in kept.items()},
+        "overlap_p05": overlap,
+        "by_position": as_lists(log_ratios_by_position(own - audit.sampler, mask)),
+        "worst": [_token(audit, places, *divmod(place, own.shape[1])) for place in worst],
+    }
+    found = audit.found
+    values["causes"] = [{"cause": each.cause, "leaves": each.gap} for each in audit.trials]
+    values["found"] = None if found is None else found.cause
+    values["grows"] = audit.grows
+    uneven = [(place, uneven_heads(row)) for place, row in zip(places, audit.rows, strict=True)]
+    values["uneven_heads"] = [f"{place}: {said}" for place, said in uneven if said is not None]
+    return values
+
+
+def _token(audit: Audit, places: Sequence[str], row: int, place: int) -> dict[str, Any]:
+    return {
+        "row": places[row],
+        "position": place,
+        "token": int(audit.rows[row].response_ids[place]),
+        "sampler": float(audit.sampler[row, place]),
+        "learner": float(audit.own.logps[row, place]),
+    }
+
+
+def _overlap_p05(audit: Audit) -> float | None:
+    """Return the 5th percentile of the overlap with all keys; None without a record of evictions."""
+    if not audit.has_record:
+        return None
+    rollout = audit.rollout
+    found = [
+        view_overlap(
+            audit.model, packed(rollout, rollout.attention_mask, slice(row, row + 1)), rollout.temperature
+        )
+        for row in range(len(audit.rows))
+    ]
+    kept = torch.cat([each[each > 0] for each in found])
+    return float(kept.quantile(0.05))
+
+
+def screen(values: Mapping[str, Any]) -> RenderableType:
+    """Return an audit for people."""
+    return Group(*(Text(line) if isinstance(line, str) else line for line in _lines(values)))
+
+
+def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
+    gap, left_out = values["gap"], values["left_out"]
+    yield f"{values['tokens']:,} sampled tokens of {values['rows']} rows; {values['sampling']}"
+    if left_out:
+        yield f"{len(left_out)} rows of the file cannot be read:"
+        yield from (f"  {each}" for each in left_out[:N_BROKEN])
+    how = "evictions replayed" if values["is_replayed"] else "all keys seen"
+    sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))
+    yield f"|log π − log μ| in nats, {how}: {sizes}"
+    overlap = values["overlap_p05"]
+    more = "" if overlap is None else f"; overlap with all keys, 5th percentile {overlap:.2f}"
+    yield f"k1 {values['k1']:.2g}, k3 {values['k3']:.2g}, effective share of tokens {values['ess']:.3f}{more}"
+    parts = zip(
+        *(
+            values["by_position"][name]
+            for name in ("position", "n_response_tokens", "k3", "abs_log_ratio_p99")
+        ),
+        strict=True,
+    )
+    cells = [[f"{position:,}", f"{n:,}", f"{k3:.2g}", f"{tail:.2g}"] for position, n, k3, tail in parts]
+    yield make_table(("position", "tokens", "k3", "p99 of the gap"), cells[:: -(-len(cells) // N_BINS)])
+    if gap["mean"] <= EXACT:
+        yield "sampler and learner agree to float error: nothing to explain"
+        return
+    yield make_table(
+        ("worst tokens", "position", "token", "sampler", "learner"),
+        [
+            [
+                each["row"],
+                str(each["position"]),
+                str(each["token"]),
+                f"{each['sampler']:.3f}",
+                f"{each['learner']:.3f}",
+            ]
+            for each in values["worst"]
+        ],
+    )
+    yield make_table(
+        ("the sampler's log-probs would be those ...", "leaves, nats"),
+        [[each["cause"], f"{each['leaves']:.2g}"] for each in values["causes"][:N_CAUSES]],
+    )
+    if values["found"] is not None:
+        yield f"most likely: the log-probs are those {values['found']}"
+    else:
+        yield "none of the causes that were tried explains the gap"
+        if values["grows"] and not values["is_replayed"]:
+            yield "it grows along the response, as under eviction; log when keys were evicted"
+    yield from (
+        f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_BROKEN]
+    )
+
+
+def picture(audit: Audit) -> Figure:
+    """Draw the gap by position, as logged and under its cause, and what each cause leaves."""
+    figure = Figure(figsize=(style.FULL_WIDTH, style.HEIGHT), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    curves = [(audit.own, "as logged", style.VERMILLION)]
+    if audit.found is not None:
+        curves.append((audit.found, audit.found.cause, style.BLUE))
+    for trial, label, color in curves:
+        log_ratio = (trial.logps - audit.sampler).nan_to_num()
+        found = as_lists(log_ratios_by_position(log_ratio, audit.is_sampled))
+        tail = [max(value or 0.0, LEAST_DRAWN) for value in found["abs_log_ratio_p99"]]
+        left.plot(found["position"], tail, color=color, lw=2, label=label)
+    style.style_axes(left)
+    left.set_yscale("log")
+    style.label_axes(left, "Position in the response", "|log π − log μ|, p99 (nats)")
+    style.finish(figure, left, n_columns=1)
+    bars = [audit.own, *audit.trials[:N_CAUSES]][::-1]
+    right.barh([shortened(each.cause, 50, 0) for each in bars], [each.gap for each in bars], color=style.BLUE)
+    style.style_axes(right)
+    right.set_xscale("log")
+    right.set_xlim(LEAST_DRAWN, 3 * max(each.gap for each in bars) + LEAST_DRAWN)
+    style.label_axes(right, "Mean |log π − log μ| that is left (nats)", "")
+    return figure

@@ -1,0 +1,117 @@
+"""Each planted fault of a log is named by the audit, and a log without one needs no explanation."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from lit_rlkv import CacheSpec
+from lit_rlkv.auditing.causes import EXACT, Audit, Sampling, uneven_heads
+from lit_rlkv.log_row import LogRow
+from lit_rlkv.types import NEVER
+from tests.auditing.logs import BOS, SPEC, model, rows_of, sampled
+
+
+def audit(backbone, rows, sampling=None, **options):
+    return Audit(backbone, [LogRow(**row) for row in rows], sampling or Sampling(), 4096, **options)
+
+
+@pytest.mark.parametrize("cache", [None, SPEC], ids=["dense", "evicting"])
+def test_a_right_log_needs_no_explanation(cache):
+    backbone = model()
+    found = audit(backbone, rows_of(sampled(backbone, cache), has_record=cache is not None))
+    assert found.own.gap < EXACT
+    assert found.found is None
+
+
+def shifted(row):
+    return {**row, "logps": [*row["logps"][1:], -1.0]}
+
+
+def late(row):
+    """All deaths one step late, as of an engine whose scheduler is ahead."""
+    times, end = torch.tensor(row["evicted_at"]), len(row["prompt_ids"]) + len(row["response_ids"])
+    moved = (times + 1).clamp(max=end)
+    return {**row, "evicted_at": torch.where(times == NEVER, times, moved).tolist()}
+
+
+def early(row):
+    """All deaths one step early."""
+    times = torch.tensor(row["evicted_at"])
+    own = torch.arange(times.shape[-1])
+    return {**row, "evicted_at": torch.where(times == NEVER, times, (times - 1).maximum(own + 1)).tolist()}
+
+
+def other_heads(row):
+    return {**row, "evicted_at": torch.tensor(row["evicted_at"]).flip(1).tolist()}
+
+
+def with_bos(row):
+    """The engine's template writes a token that the trainer's prompt lacks."""
+    return {**row, "prompt_ids": row["prompt_ids"][1:]}
+
+
+def with_one_more(row):
+    """The trainer's prompt has a token that the engine did not see."""
+    return {**row, "prompt_ids": [5, *row["prompt_ids"]]}
+
+
+LATEST = CacheSpec("streaming", budget=19, interval=1, sink=4, window=1)
+FAULTS = {
+    "shift_late": (None, {}, Sampling(), shifted, "of the next token"),
+    "temperature": (None, {"temperature": 0.7}, Sampling(), dict, "at temperature 0.7"),
+    "top_p": (None, {"top_p": 0.9}, Sampling(), dict, "renormalised over top_p=0.9"),
+    "top_k": (None, {"top_k": 20}, Sampling(), dict, "renormalised over top_k=20"),
+    "raw": (None, {}, Sampling(0.7, 0.95), dict, "of the raw logits"),
+    "template_has_more": (None, {}, Sampling(), with_bos, "begins with token"),
+    "template_has_less": (None, {}, Sampling(), with_one_more, "without its first token"),
+    "eviction": (LATEST, {}, Sampling(), lambda row: {**row, "evicted_at": None}, "and the latest 16 keys"),
+    "death_late": (SPEC, {}, Sampling(), late, "one step less"),
+    "death_early": (SPEC, {}, Sampling(), early, "one step longer"),
+    "head_order": (SPEC, {}, Sampling(), other_heads, "KV head"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(fault):
+    cache, options, sampling, plant, named = FAULTS[fault]
+    backbone = model(bos_token_id=BOS)
+    rollout = sampled(backbone, cache, first=BOS, **options)
+    found = audit(backbone, [plant(row) for row in rows_of(rollout, has_record=cache is not None)], sampling)
+    assert found.own.gap > EXACT
+    assert named in found.found.cause
+    assert found.found.gap < EXACT
+
+
+def test_an_adapter_that_the_sampler_had_not_is_named():
+    backbone = model()
+    rows = rows_of(sampled(backbone))
+    without = audit(backbone, rows).own.logps
+    with torch.no_grad():
+        backbone.model.layers[0].mlp.up_proj.weight.mul_(1.5)  # as an adapter that was merged
+    assert audit(backbone, rows, without_adapter=without).found.cause == "of the model without its adapter"
+
+
+def test_rounding_is_named_where_the_sampler_computed_in_16_bits():
+    backbone = model()
+    rows = rows_of(sampled(deepcopy(backbone).bfloat16()))
+    assert "bfloat16" in audit(backbone, rows).found.cause
+
+
+def test_what_nothing_explains_is_not_explained():
+    backbone = model()
+    rows = rows_of(sampled(backbone))
+    with torch.no_grad():  # other weights than the sampler's
+        backbone.model.layers[0].mlp.up_proj.weight.normal_()
+    assert audit(backbone, rows).found is None
+
+
+def test_a_key_too_many_is_found_without_a_forward():
+    (row, *_) = rows_of(sampled(model(), SPEC), has_record=True)
+    assert uneven_heads(LogRow(**row)) is None
+    times = torch.tensor(row["evicted_at"])
+    key = int((times[1, 0] < NEVER).nonzero()[0])
+    times[1, 0, key] = NEVER
+    assert uneven_heads(LogRow(**{**row, "evicted_at": times.tolist()})).startswith(
+        "layer 1, KV head 0 holds"
+    )

@@ -1,0 +1,117 @@
+"""The same sample in the form of every engine and trainer is the same row; broken rows are named."""
+
+import json
+
+import pytest
+
+from lit_rlkv.auditing.engine_rows import read_log
+
+PROMPT, RESPONSE, LOGPS = [5, 6, 7], [8, 9, 10, 11], [-0.5, -1.5, -0.25, -2.0]
+CANDIDATES = [
+    {str(token): {"logprob": logp}, "3": {"logprob": -9.0}}
+    for token, logp in zip(RESPONSE, LOGPS, strict=True)
+]
+PAIRS = [[logp, token, None] for token, logp in zip(RESPONSE, LOGPS, strict=True)]
+FORMS = {
+    "own": {"prompt_ids": PROMPT, "response_ids": RESPONSE, "logps": LOGPS},
+    "vllm_chat": {
+        "prompt_token_ids": PROMPT,
+        "choices": [{"token_ids": RESPONSE, "logprobs": {"content": [{"logprob": logp} for logp in LOGPS]}}],
+    },
+    "vllm_completion": {
+        "prompt_token_ids": PROMPT,
+        "choices": [{"token_ids": RESPONSE, "logprobs": {"token_logprobs": LOGPS}}],
+    },
+    "vllm_offline": {
+        "prompt_token_ids": PROMPT,
+        "outputs": [{"token_ids": RESPONSE, "logprobs": CANDIDATES}],
+    },
+    "sglang": {
+        "output_ids": RESPONSE,
+        "meta_info": {
+            "input_token_logprobs": [[None, token, None] for token in PROMPT],
+            "output_token_logprobs": PAIRS,
+        },
+    },
+    "trl": {
+        "prompt_ids": [0, 0, *PROMPT],
+        "prompt_mask": [0, 0, 1, 1, 1],
+        "completion_ids": [*RESPONSE, 0],
+        "completion_mask": [1, 1, 1, 1, 0],
+        "sampling_per_token_logps": [*LOGPS, 0.0],
+    },
+    "verl": {
+        "prompts": [0, *PROMPT],
+        "responses": [*RESPONSE, 0, 0],
+        "attention_mask": [0, 1, 1, 1, 1, 1, 1, 1, 0, 0],
+        "response_mask": [1, 1, 1, 1, 0, 0],
+        "rollout_log_probs": [*LOGPS, 0.0, 0.0],
+    },
+    "prime_rl": {
+        "prompt_ids": PROMPT,
+        "prompt_mask": [False] * 3,
+        "completion_ids": RESPONSE,
+        "completion_mask": [True] * 4,
+        "completion_logprobs": LOGPS,
+    },
+}
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sample_is_the_same_row_in_every_form(form, tmp_path):
+    (row,), places, broken = read_log(write(tmp_path, FORMS[form]))
+    assert (row.prompt_ids.tolist(), row.response_ids.tolist(), row.logps.tolist()) == (
+        PROMPT,
+        RESPONSE,
+        LOGPS,
+    )
+    assert row.is_sampled.all()
+    assert places == [f"{tmp_path}/rows.jsonl:1"]
+    assert broken == []
+
+
+def test_results_of_tools_are_no_samples(tmp_path):
+    masked = FORMS["trl"] | {"tool_mask": [1, 0, 1, 1, 0]}
+    (row,), _, _ = read_log(write(tmp_path, masked))
+    assert row.is_sampled.tolist() == [True, False, True, True]
+
+
+def test_kept_keys_become_times(tmp_path):
+    kept = [{"at": 5, "kept": [[[0, 3, 4]]]}]
+    (row,), _, _ = read_log(write(tmp_path, FORMS["own"] | {"kept": kept}))
+    assert row.evicted_at[0, 0, 1:3].tolist() == [5, 5]
+
+
+def test_a_table_is_read_like_lines(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([FORMS["own"], FORMS["own"]]).to_parquet(path)
+    rows, places, _ = read_log(path)
+    assert [row.logps.tolist() for row in rows] == [LOGPS, LOGPS]
+    assert places[1].endswith("row 1")
+
+
+BROKEN = {
+    "no response: give it as": {"prompt_ids": PROMPT, "logps": LOGPS},
+    "no logps": {"prompt_ids": PROMPT, "response_ids": RESPONSE},
+    "3 log-probs for 4 tokens": FORMS["own"] | {"logps": LOGPS[1:]},
+    "at most 0": FORMS["own"] | {"logps": [0.5, *LOGPS[1:]]},
+    "not JSON": '{"prompt_ids": [1',
+    "must be an object": [1, 2],
+    "a mask has 3 numbers": FORMS["own"] | {"response_mask": [1, 1, 1]},
+    "own position": FORMS["own"] | {"evicted_at": [[[0, 9, 9, 9, 9, 9, 9]]]},
+}
+
+
+@pytest.mark.parametrize("said", BROKEN)
+def test_a_broken_row_is_named_and_the_others_are_read(said, tmp_path):
+    rows, places, (why,) = read_log(write(tmp_path, FORMS["own"], BROKEN[said], FORMS["own"]))
+    assert len(rows) == len(places) == 2
+    assert "rows.jsonl:2: " in why
+    assert said in why
