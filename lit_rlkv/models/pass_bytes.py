@@ -81,10 +81,12 @@ class PassBytes:
         if checkpoints:
             n_kept = min(n_layers, 2) if checkpoints == "host" else n_layers
             kept = inputs * n_kept / n_layers + self._of_scorer(n)
-            # Gradients around an MLP in tiles, or those of attention, of which keys' are in float32.
-            gradients = max(3 * dim, dim + 2 * queries + 2 * FLOAT32 * keys / self.itemsize)
-            backward = layer - inputs / n_layers + n * gradients + self._of_weights(n_rows, n_columns)
-            backward += min(n, activations.TILE) * (in_tiles / n + of_layer)
+            # Of an MLP, in tiles beside what is around it; or of attention, of which keys' are in float32.
+            around = 3 * n * dim if n > activations.TILE else 0
+            of_mlp = around + min(n, activations.TILE) * (in_tiles / n + of_layer)
+            of_attention = n * (dim + 2 * queries + 2 * FLOAT32 * keys / self.itemsize)
+            backward = layer - inputs / n_layers + self._of_weights(n_rows, n_columns)
+            backward += max(of_mlp, of_attention)
             if n > activations.TILE:  # gradients of their weights are summed up
                 backward += 2 * self._trained
         # Before the layers: log-probs of the last hidden states, then the last norm in float32.

@@ -10,6 +10,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer_kind import LayerKind
+from lit_rlkv.models.adapters import lora_layers
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
@@ -79,13 +80,11 @@ def rollout_needs(
     else:
         needs["columns of slots"] = sum(slots) * n_rows * n_heads * COLUMN_BYTES
     n_read = min(n_prompt_columns, settings.prefill_chunk or n_prompt_columns)
-    width = int(optional_setting(config, "intermediate_size") or 4 * hidden)
-    needs[PREFILL] = int(n_prompts * n_read * (3.5 * width + 4 * hidden) * itemsize)
     policy = cache.make_policy()
-    if policy is not None and policy.tracks_attention is not None:
+    tracks = policy is not None and policy.tracks_attention is not None
+    needs[PREFILL] = _prefill_bytes(model, n_prompts, n_read, n_prompt_columns, itemsize, tracks=tracks)
+    if tracks:
         needs["attention of slots"] = sum(slots) * n_rows * n_heads * ATTENTION_BYTES
-        n_pairs = n_prompts * int(config.num_attention_heads) * n_read * n_prompt_columns
-        needs[PREFILL] += PROBABILITY_BYTES * min(n_pairs, MOST_PROBABILITIES)
     if policy is not None and policy.sees_queries:
         n_query_heads = int(config.num_attention_heads)
         needs["latest queries"] = len(kinds) * n_rows * n_query_heads * cache.window * dim * itemsize
@@ -104,6 +103,28 @@ def rollout_needs(
     if (n_packed := packed_size(model)) and not settings.compile_layers:
         needs["weights packed for decoding"] = n_packed * itemsize
     return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
+
+
+def _prefill_bytes(
+    model: PreTrainedModel, n_prompts: int, n_read: int, n_columns: int, itemsize: int, *, tracks: bool
+) -> int:
+    """Return the bytes of activations while prompts are read: those of an MLP, or of attention.
+
+    Args:
+        n_read: tokens of a prompt that are read at a time.
+        n_columns: tokens of a prompt.
+        tracks: True if the policy adds up attention.
+    """
+    config, hidden = text_config(model), int(text_config(model).hidden_size)
+    width = int(optional_setting(config, "intermediate_size") or 4 * hidden)
+    n_chosen = optional_setting(config, "num_experts_per_tok")
+    if n_chosen is None:  # gate, up and their product; an adapter adds its own output
+        n_wide = (3 + bool(lora_layers(model))) * width
+    else:  # gate and up, their activation and product, and the input of each expert
+        n_wide = n_chosen * (4 * int(optional_setting(config, "moe_intermediate_size") or width) + hidden)
+    of_mlp = n_prompts * n_read * (n_wide + 4 * hidden) * itemsize
+    n_pairs = n_prompts * int(config.num_attention_heads) * n_read * n_columns
+    return max(of_mlp, tracks * PROBABILITY_BYTES * min(n_pairs, MOST_PROBABILITIES))
 
 
 def _expert_bytes(model: PreTrainedModel) -> int:
