@@ -57,9 +57,9 @@ NAME = "plan_peaks"
 PHASES = ("rollout", "update")
 SETTINGS = (
     *("experiment=shadow", "algorithm=reinforce++_plain", "algorithm.group_size=1", "rollout.n_prompts=20"),
-    *("algorithm.n_minibatches=1", "rollout.max_new_tokens=80", "roles.rank=8", "roles.alpha=16"),
+    *("algorithm.n_minibatches=1", "rollout.max_new_tokens=64", "roles.rank=8", "roles.alpha=16"),
     *("cache.policy=h2o", "cache.budget=32", "cache.interval=16", "cache.sink=4", "cache.window=8"),
-    *("fabric.tokens_per_pass=960", "roles.gradient_checkpointing=false", "fabric.precision=32-true"),
+    *("fabric.tokens_per_pass=800", "roles.gradient_checkpointing=false", "fabric.precision=32-true"),
 )
 LARGE = (
     *("rollout.max_new_tokens=1792", "fabric.tokens_per_pass=20480", "cache.budget=256"),
@@ -282,10 +282,9 @@ def main() -> None:
             for row in rows:
                 record.append(NAME, row)
         shown += rows
-        if args.parts:
-            for row in rows:
-                parts = ", ".join(f"{what} {n_bytes / 1e6:,.2f}" for what, n_bytes in row["parts"].items())
-                print(f"{name}, {row['phase']}: {parts}", flush=True)
+        for row in rows if args.parts else ():
+            parts = ", ".join(f"{what} {n_bytes / 1e6:,.2f}" for what, n_bytes in row["parts"].items())
+            print(f"{name}, {row['phase']}: {parts}; measured {row['measured'] / 1e6:,.2f}", flush=True)
     print_table(shown)
 
 

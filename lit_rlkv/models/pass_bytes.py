@@ -5,6 +5,7 @@ tensors that they save are added up. Of attention these are queries, keys, value
 Bytes grow with the tokens, so two such forwards give those of any length. All else is by formula.
 """
 
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -135,14 +136,21 @@ class _Count:
         self._layer, self._n_tiles = -1, 0
         self._of_norm: Tensor | None = None
         """Output of the latest norm, of which an MLP in tiles keeps nothing."""
+        self._output: Any = None
+        """Output of the latest layer."""
         weights = (t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor))
         self._weights = {_storage(tensor) for tensor in weights}
         ids = torch.zeros(1, n_tokens, dtype=torch.long, device=model.device)
         masks = forward_masks(model, torch.ones_like(ids, dtype=torch.bool), model.device)
         layers, adapted = checkpointed_layers(model), lora_layers(model)
         adapter = next((name for layer in adapted for name in layer.lora_A), None)
+        times = _times(layers)
         with ExitStack() as stack:
             for number, layer in enumerate(layers):
+                if times[number] == 0:
+                    layer.forward = self._skip_layer
+                    stack.callback(vars(layer).pop, "forward")
+                    continue
                 enter = partial(self._enter_layer, number)
                 stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(layer.register_forward_hook(self._leave_layer).remove)
@@ -167,7 +175,7 @@ class _Count:
             n_bytes = tensor.untyped_storage().nbytes()
             (in_tiles if is_in_tiles else beside)[number] += n_bytes
             if number >= 0:
-                whole, widest = whole + n_bytes, max(widest, n_bytes)
+                whole, widest = whole + n_bytes * times[number], max(widest, n_bytes)
         for place, (number, tensor) in self._of_tiles.items():
             n_bytes = tensor.untyped_storage().nbytes()
             if place not in self._saved:
@@ -176,9 +184,8 @@ class _Count:
                 beside[number], in_tiles[number] = beside[number] + n_bytes, in_tiles[number] - n_bytes
         outside = beside.pop() + in_tiles.pop()
         largest, tiles = max(beside, default=0), max(in_tiles, default=0)
-        self.sums = torch.tensor(
-            [whole, sum(self._inputs.values()), largest, tiles, outside, widest], dtype=torch.float64
-        )
+        inputs = sum(n_bytes * times[number] for number, n_bytes in self._inputs.items())
+        self.sums = torch.tensor([whole, inputs, largest, tiles, outside, widest], dtype=torch.float64)
         del self._saved, self._of_tiles
 
     def _save(self, tensor: Tensor) -> Tensor:
@@ -197,7 +204,12 @@ class _Count:
         self._inputs[number] = hidden.untyped_storage().nbytes()
 
     def _leave_layer(self, layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        self._layer = -1
+        self._layer, self._output = -1, output
+
+    def _skip_layer(self, *args: Tensor, **named: Any) -> Any:
+        """Pass the hidden states on, as a layer like the latest one returns them."""
+        hidden = args[0] if args else named["hidden_states"]
+        return hidden if isinstance(self._output, Tensor) else (hidden, *self._output[1:])
 
     def _enter_tiles(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._n_tiles == 0 and args[0] is not self._of_norm and args[0].requires_grad:
@@ -225,6 +237,25 @@ class _Attended(torch.autograd.Function):
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_zeros(query.shape[:3], dtype=torch.float32))
         return out
+
+
+def _times(layers: Sequence[nn.Module]) -> list[int]:
+    """Return how many layers each one's bytes count for.
+
+    On the meta device, of layers with the same weights the second stands for those after it, which are not
+    computed; what all share, such as rotary embeddings, is saved by the first.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for number, layer in enumerate(layers):
+        weights = [(name, p.shape, p.requires_grad, p.device) for name, p in layer.named_parameters()]
+        is_meta = all(device.type == "meta" for *_, device in weights)
+        alike.setdefault((type(layer), *weights) if is_meta else number, []).append(number)
+    times = [0] * len(layers)
+    for first, *others in alike.values():
+        times[first] = 1
+        for second in others[:1]:
+            times[second] = len(others)
+    return times
 
 
 def _trained_bytes(layer: nn.Module) -> int:
