@@ -95,36 +95,37 @@ ALL, CHECKPOINTS = "roles=full", "roles.gradient_checkpointing=true"
 DENSE, SIXTEEN = "cache.policy=dense", "fabric.precision=bf16-true"
 WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 LONG = ("rollout.n_prompts=4", "rollout.max_new_tokens=32", "fabric.tokens_per_pass=1056")
+AT_ONCE = "algorithm.loss.separate_passes=false"
 CASES = {
-    "qwen3, LoRA": Case(),
-    "qwen3, LoRA, checkpoints": Case(settings=(CHECKPOINTS,)),
-    "qwen3, all weights": Case(settings=(ALL,)),
-    "qwen3, all weights, checkpoints, 16 bit": Case(settings=(ALL, CHECKPOINTS, SIXTEEN)),
-    "llama, LoRA, all keys": Case("llama", (DENSE,)),
-    "llama, LoRA, int8 keys": Case("llama", ("cache.dtype=int8",)),
-    "llama, LoRA, fp8 keys, checkpoints": Case("llama", ("cache.dtype=fp8", CHECKPOINTS)),
-    "llama, LoRA, int4 keys, 16 bit": Case("llama", ("cache.dtype=int4", SIXTEEN)),
-    "llama, long prompts": Case("llama", LONG, 1024),
-    "llama, long prompts, snapkv, all weights": Case("llama", (*LONG, ALL, "cache.policy=snapkv"), 1024),
-    "llama, 8,192 tokens, top_p": Case("llama", ("rollout.top_p=0.95", "rollout.temperature=0.02"), sizes={"vocab_size": 8192}),
-    "gemma3, windows, LoRA": Case("gemma3", sizes=WINDOWS),
-    "gemma3, windows, all keys, checkpoints": Case("gemma3", (DENSE, CHECKPOINTS), sizes=WINDOWS),
-    "qwen3_moe, LoRA, checkpoints": Case("qwen3_moe", (CHECKPOINTS,)),
-    "qwen3_moe, replayed experts": Case("qwen3_moe", ("rollout.replay_routing=true",)),
-    "qwen3_next, linear attention, LoRA": Case("qwen3_next", sizes={"num_hidden_layers": 4}),
-    "qwen3, distillation": Case(settings=("experiment=smd",)),
-    "PPO, four backbones": Case(settings=(*PPO, "roles=full")),
-    "PPO, four backbones, LoRA, at once": Case(
-        settings=(*PPO, "roles=lora_ppo", "algorithm.loss.separate_passes=false")
-    ),
-    "PPO, dynamic LoRA": Case(settings=(*PPO, "roles=dynamic_lora")),
-    "PPO, one backbone": Case(settings=(*PPO, "roles=hydra")),
-    "PPO, one backbone, at once": Case(
-        settings=(*PPO, "roles=hydra", "algorithm.loss.separate_passes=false", CHECKPOINTS)
-    ),
-    "PPO, one adapter": Case(settings=(*PPO, "roles=j_hydra")),
+    "qwen3-lora": Case(),
+    "qwen3-lora-checkpoints": Case(settings=(CHECKPOINTS,)),
+    "qwen3-all": Case(settings=(ALL,)),
+    "qwen3-all-checkpoints-bf16": Case(settings=(ALL, CHECKPOINTS, SIXTEEN)),
+    "qwen3-all-mixed": Case(settings=(ALL, "fabric.precision=bf16-mixed")),
+    "qwen3-distillation": Case(settings=("experiment=smd",)),
+    "llama-lora-all-keys": Case("llama", (DENSE,)),
+    "llama-lora-int8": Case("llama", ("cache.dtype=int8",)),
+    "llama-lora-fp8-checkpoints": Case("llama", ("cache.dtype=fp8", CHECKPOINTS)),
+    "llama-lora-int4-bf16": Case("llama", ("cache.dtype=int4", SIXTEEN)),
+    "llama-long-prompts": Case("llama", LONG, 1024),
+    "llama-all-long-prompts-snapkv": Case("llama", (*LONG, ALL, "cache.policy=snapkv"), 1024),
+    "llama-top-p": Case("llama", ("rollout.top_p=0.95", "rollout.temperature=0.02"), 4, {"vocab_size": 8192}),
+    "gemma3-lora": Case("gemma3", sizes=WINDOWS),
+    "gemma3-lora-all-keys-checkpoints": Case("gemma3", (DENSE, CHECKPOINTS), sizes=WINDOWS),
+    "moe-lora-checkpoints": Case("qwen3_moe", (CHECKPOINTS,)),
+    "moe-all": Case("qwen3_moe", (ALL,)),
+    "moe-lora-replayed-experts": Case("qwen3_moe", ("rollout.replay_routing=true",)),
+    "linear-attention-lora": Case("qwen3_next", n_prompt=64, sizes={"num_hidden_layers": 4}),
+    "ppo-all": Case(settings=(*PPO, "roles=full")),
+    "ppo-lora": Case(settings=(*PPO, "roles=lora_ppo")),
+    "ppo-lora-at-once": Case(settings=(*PPO, "roles=lora_ppo", AT_ONCE)),
+    "ppo-dynamic-lora": Case(settings=(*PPO, "roles=dynamic_lora")),
+    "ppo-hydra": Case(settings=(*PPO, "roles=hydra")),
+    "ppo-hydra-at-once-checkpoints": Case(settings=(*PPO, "roles=hydra", AT_ONCE, CHECKPOINTS)),
+    "ppo-joint": Case(settings=(*PPO, "roles=j_hydra")),
 }
-FAST = ("llama, LoRA, int8 keys", "gemma3, windows, LoRA")
+"""By name: family, what trains, and what differs from a cache of h2o and all activations kept."""
+FAST = ("llama-lora-int8", "ppo-lora-at-once")
 
 
 class Words(RandomWords):

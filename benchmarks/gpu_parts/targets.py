@@ -260,6 +260,16 @@ def shared(records: Records) -> Iterator[Figure]:
     yield Figure("H", "cases of shared prompts, table in gpu.log", len(found) or None)
 
 
+def memory(records: Records) -> Iterator[Figure]:
+    """Yield the predicted peaks over the measured ones."""
+    rows = {(row["case"], row["phase"]): row for row in records.get("plan_peaks", ())}
+    if not rows:
+        yield Figure("M", "planned memory", None)
+    for (case, phase), row in rows.items():
+        ratio = row["predicted"] / row["measured"]
+        yield Figure("M", f"{case}: {phase}, planned over measured bytes", ratio)
+
+
 def _why_not(row: Row) -> str:
     """Return why a row has no measurements."""
     return "out of memory" if row["out_of_memory"] else f"refused: {row['reason']}"
@@ -292,6 +302,7 @@ FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
     "E": partial(learner, stage="E"),
     "H": shared,
     "C": rollout,
+    "M": memory,
     "S": partial(learning, stage="S", task="smollm2"),
     "B": kernels,
 }

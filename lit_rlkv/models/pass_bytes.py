@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lit_rlkv.kernels.backend import to_autocast_dtype, uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kernels.token_logps.chunks import TRITON_MAX_CHUNK_LOGITS
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
+from lit_rlkv.kvcache.state_layer import STATES
 from lit_rlkv.models import activations
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers, computing_once, tokenwise_modules
 from lit_rlkv.models.adapters import lora_layers, use_adapter
@@ -27,6 +28,7 @@ from lit_rlkv.models.backbone import (
     forward_masks,
     head_dims,
     head_is_frozen,
+    has_states,
     n_kv_heads,
     optional_setting,
     text_config,
@@ -61,6 +63,8 @@ class PassBytes:
         self._fixed = short.sums - FEW * self._of_token
         self._trained = max(map(_trained_bytes, checkpointed_layers(model)), default=0)
         self._head_is_frozen = head_is_frozen(model)
+        self.state_bytes = _state_bytes(model) if has_states(model) else 0
+        """Bytes of the states of recurrent layers for each row that is decoded."""
 
     def of_pass(self, n_rows: int, n_columns: int, checkpoints: Checkpoints) -> dict[str, int]:
         """Return the bytes by what they are for, of rows of so many tokens; with `host` those of the device.
@@ -240,22 +244,30 @@ class _Attended(torch.autograd.Function):
 
 
 def _times(layers: Sequence[nn.Module]) -> list[int]:
-    """Return how many layers each one's bytes count for.
+    """Return how many layers each one's bytes count for; those of 0 layers are not computed.
 
-    On the meta device, of layers with the same weights the second stands for those after it, which are not
-    computed; what all share, such as rotary embeddings, is saved by the first.
+    On the meta device, of layers with the same weights the second stands for those after it; what all share,
+    such as rotary embeddings, is saved by the first.
     """
     alike: dict[Hashable, list[int]] = {}
     for number, layer in enumerate(layers):
-        weights = [(name, p.shape, p.requires_grad, p.device) for name, p in layer.named_parameters()]
-        is_meta = all(device.type == "meta" for *_, device in weights)
-        alike.setdefault((type(layer), *weights) if is_meta else number, []).append(number)
+        weights = tuple((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+        is_meta = any(p.is_meta for p in layer.parameters())
+        alike.setdefault((type(layer), weights) if is_meta else number, []).append(number)
     times = [0] * len(layers)
     for first, *others in alike.values():
         times[first] = 1
-        for second in others[:1]:
-            times[second] = len(others)
+        times[others[0] if others else first] = len(others) or 1
     return times
+
+
+@torch.no_grad()
+def _state_bytes(model: PreTrainedModel) -> int:
+    cache = DynamicCache(config=text_config(model))
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model_body(model)(input_ids=ids, past_key_values=cache, use_cache=True)
+    states = [each for layer in cache.layers for name in STATES for each in getattr(layer, name, {}).values()]
+    return sum(state.nbytes for state in states if state is not None)
 
 
 def _trained_bytes(layer: nn.Module) -> int:

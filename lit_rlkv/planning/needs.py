@@ -15,10 +15,11 @@ from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optiona
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout.generate import n_concurrent_rows
-from lit_rlkv.rollout.mask_record import N_SLOTS
+from lit_rlkv.rollout.mask_record import MAX_UNPACKED, N_SLOTS
 from lit_rlkv.types import times_dtype
 
 CACHE, PREFILL, STEP = "KV cache", "activations of prompts", "logits of a step"
+GROWTH = "growth of a layer"
 RECORDS = ("record of evictions", "record of codes", "record of experts")
 """Needs of a record: of the rows at a time on a GPU, and on a CPU of all responses beside them."""
 LOGIT_BYTES = {True: 8, False: 12}
@@ -76,10 +77,14 @@ def rollout_needs(
         STEP: n_rows * n_tokens * (itemsize + LOGIT_BYTES[is_gpu]),
     }
     if cache.is_dense and kinds:  # it grows, and for a while a layer has both sizes
-        needs["growth of a layer"] = max(slots) * n_rows * n_heads * of_key
+        needs[GROWTH] = max(slots) * n_rows * n_heads * of_key
     else:
         needs["columns of slots"] = sum(slots) * n_rows * n_heads * COLUMN_BYTES
     n_read = min(n_prompt_columns, settings.prefill_chunk or n_prompt_columns)
+    experts = [(name, weight) for name, weight in model.named_parameters() if ".experts." in name]
+    if any("lora_" in name for name, _ in experts):  # their sum with the adapter's product, of a layer
+        n_numbers = sum(weight.numel() for name, weight in experts if "lora_" not in name)
+        needs["experts with adapters"] = n_numbers // int(config.num_hidden_layers) * itemsize
     policy = cache.make_policy()
     tracks = policy is not None and policy.tracks_attention is not None
     needs[PREFILL] = _prefill_bytes(model, n_prompts, n_read, n_prompt_columns, itemsize, tracks=tracks)
@@ -98,7 +103,10 @@ def rollout_needs(
         n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
     elif settings.top_p < 1:
-        needs[STEP] += n_rows * n_tokens * SORTING_BYTES
+        # While a token is chosen, or while the bits of many steps become ids.
+        unpacked = 2 * min(N_SLOTS * n_rows * n_tokens, MAX_UNPACKED)
+        sorting = n_rows * n_tokens * (itemsize + LOGIT_BYTES[is_gpu] + SORTING_BYTES)
+        needs[STEP] = max(sorting, n_rows * n_tokens * itemsize + unpacked)
         needs["bits of sampling masks"] = N_SLOTS * n_rows * (n_tokens // 8)
     if (n_packed := packed_size(model)) and not settings.compile_layers:
         needs["weights packed for decoding"] = n_packed * itemsize

@@ -21,7 +21,7 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
 from lit_rlkv.planning.models import module_of
-from lit_rlkv.planning.needs import PREFILL, STEP, rollout_needs
+from lit_rlkv.planning.needs import GROWTH, PREFILL, STEP, rollout_needs
 from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_seconds
 from lit_rlkv.types import times_dtype
 
@@ -211,11 +211,13 @@ class Planner:
             n_responses=self.n_responses,
         )
         models = {what: n for what, n in self.model_bytes.items() if what != "gradients"}
-        # Prompts are read before the first step.
-        if needs[PREFILL] < needs[STEP]:
-            del needs[PREFILL]
-        else:
-            del needs[STEP]
+        # Prompts are read before the first step, and before the cache grows.
+        of_steps = [what for what in (STEP, GROWTH) if what in needs]
+        is_larger = sum(needs[what] for what in of_steps) > needs[PREFILL]
+        for what in [PREFILL] if is_larger else of_steps:
+            del needs[what]
+        if self.pass_bytes.state_bytes:
+            needs["states of layers"] = n_rows * self.pass_bytes.state_bytes
         return models | self._gathered(is_whole=self.cfg.fabric.unshard_rollout) | needs
 
     def _gathered(self, *, is_whole: bool) -> Bytes:

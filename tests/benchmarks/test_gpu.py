@@ -109,6 +109,12 @@ def test_a_learner_out_of_memory_is_named():
     assert {figure.verdict for figure in found.values()} == {"not measured"}
 
 
+def test_planned_memory_is_compared_by_the_latest_row():
+    row = {"case": "qwen3", "phase": "update", "predicted": 2, "measured": 1}
+    found = by_name("M", {"plan_peaks": [row, row | {"measured": 4}]})
+    assert found["qwen3: update, planned over measured bytes"].value == 0.5
+
+
 def test_make_takes_the_machines_own_python_and_builds_no_environment():
     # Under `make test` the inner make would tell which folder it enters, too.
     command = ["make", "--no-print-directory", "-n", "gpu", "PYTHON=python3", "ARGS=--out x --stages A"]
