@@ -8,7 +8,7 @@ A case is a small random model and settings of fit, whose module, rollout data a
 iterations on random prompts, with responses that none ends. Measured is the most memory of the second one in
 the rollout and in the update, above weights and the optimizer's moments: bytes of live tensors on a CPU,
 without what kernels use inside, and of the allocator on CUDA, where models and lengths are larger. Predicted
-are the parts of the plan without these two. The cases of a CPU take about ten minutes.
+are the parts of the plan without these two, as it counts now. The cases of a CPU take about ten minutes.
 
 `--gpu-rows` measures nothing: the rollouts of rollout.py (whole peaks) and the learners of learner.py (above
 the weights) were measured on an H100, and are predicted here.
@@ -66,7 +66,10 @@ LARGE = (
     *("cache.interval=64", "cache.window=16"),
 )
 """For CUDA."""
-PPO = ("algorithm=ppo", "algorithm.critic_warmup=0", "algorithm.group_size=1", "reward.learned=1", "reward.verifier=0")
+PPO = (
+    *("algorithm=ppo", "algorithm.critic_warmup=0", "algorithm.group_size=1", "reward.learned=1"),
+    "reward.verifier=0",
+)
 
 
 @dataclass(frozen=True)
@@ -134,15 +137,16 @@ class Words(RandomWords):
     is_verifiable = True
 
 
-def measured(case: Case, device: str) -> Iterator[dict[str, Any]]:
-    """Yield phase, predicted and measured bytes, and the parts of the prediction."""
+def predicted(case: Case, device: str) -> tuple[Planner, dict[str, dict[str, int]]]:
+    """Return the planner of a case, and the parts of both peaks without weights and moments."""
     with tempfile.TemporaryDirectory() as folder:
         planner = planner_of(case.config, folder, (*SETTINGS, *case.settings), case.n_prompt, device)
-    peaks = measured_peaks(case, planner, device)
-    for phase, parts in parts_of(planner).items():
-        beside = {what: n_bytes for what, n_bytes in parts.items() if what not in ("weights", "optimizer")}
-        predicted = sum(beside.values())
-        yield {"phase": phase, "predicted": predicted, "measured": peaks[phase], "parts": beside}
+    found = parts_of(planner)
+    return planner, {phase: without(parts, "weights", "optimizer") for phase, parts in found.items()}
+
+
+def without(parts: Mapping[str, int], *names: str) -> dict[str, int]:
+    return {what: n_bytes for what, n_bytes in parts.items() if what not in names}
 
 
 def planner_of(
@@ -227,14 +231,15 @@ def gpu_rows() -> Iterator[dict[str, Any]]:
             yield {"case": name + compiled, "phase": "rollout", "predicted": sum(parts.values())} | {
                 "measured": round(row["peak_mib"] * 2**20)
             }
-        for arm in row.get("arms", ()) if row["record"] == "learner" else ():
+        elif row["record"] == "learner" and "arms" in row:
             asked = row["asked"]
             settings = [f"rollout.max_new_tokens={asked['tokens'] - asked['prompt']}"]
             settings += [f"fabric.tokens_per_pass={asked['tokens']}"]
             parts = gpu_parts(Qwen3Config(**asked["sizes"]), settings, asked["prompt"])["update"]
-            predicted = sum(n_bytes for what, n_bytes in parts.items() if what != "weights")
-            name = f"learner, {asked['tokens']:,} tokens, all weights, {arm['name']}"
-            yield {"case": name, "phase": "update", "predicted": predicted, "measured": arm["peak_bytes"]}
+            n_bytes = sum(without(parts, "weights").values())
+            for arm in row["arms"]:
+                name = f"learner, {asked['tokens']:,} tokens, all weights, {arm['name']}"
+                yield {"case": name, "phase": "update", "predicted": n_bytes, "measured": arm["peak_bytes"]}
 
 
 def gpu_parts(config: PretrainedConfig, settings: list[str], n_prompt: int) -> dict[str, dict[str, int]]:
@@ -242,11 +247,7 @@ def gpu_parts(config: PretrainedConfig, settings: list[str], n_prompt: int) -> d
     config.max_position_embeddings = 2**20
     with tempfile.TemporaryDirectory() as folder:
         planner = planner_of(config, folder, (*SETTINGS, ALL, SIXTEEN, *settings), n_prompt, "cuda")
-    found = parts_of(planner)
-    return {
-        phase: {what: n_bytes for what, n_bytes in parts.items() if what != "optimizer"}
-        for phase, parts in found.items()
-    }
+    return {phase: without(found, "optimizer") for phase, found in parts_of(planner).items()}
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -259,6 +260,19 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     print(text_table(["case", "phase", "predicted MB", "measured MB", "ratio"], cells, n_left=2))
 
 
+def compared(rows: Sequence[Mapping[str, Any]], *, shows_parts: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield measured rows with what the plan predicts now; each case's rows follow each other."""
+    found: dict[tuple[str, str], dict[str, dict[str, int]]] = {}
+    for row in rows:
+        name, device, phase = row["case"], row["device_type"], row["phase"]
+        if (name, device) not in found:
+            found[name, device] = predicted(CASES[name].on(device), device)[1]
+        parts = found[name, device][phase]
+        if shows_parts:
+            print(f"{name}, {phase}:", ", ".join(f"{what} {n / 1e6:,.2f}" for what, n in parts.items()))
+        yield {**row, "predicted": sum(parts.values())}
+
+
 def main() -> None:
     parser = command_line.Parser(__doc__, NAME)
     command_line.add_device_option(parser)
@@ -266,33 +280,29 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--fast", action="store_true", help="two cases")
     parser.add_argument("--parts", action="store_true", help="print the parts of each prediction, too")
-    parser.add_argument("--recorded", action="store_true", help="measure nothing; print the recorded rows")
+    parser.add_argument("--recorded", action="store_true", help="measure nothing; compare the recorded rows")
     parser.add_argument("--gpu-rows", action="store_true", help="measure nothing; predict gpu.jsonl")
     args: argparse.Namespace = command_line.complete(parser.parse_args())
-    if args.gpu_rows or args.recorded:
-        print_table([*gpu_rows()] if args.gpu_rows else latest())
+    if args.gpu_rows:
+        print_table([*gpu_rows()])
         return
-    limit, shown = TimeLimit(args.minutes), []
-    for name in FAST if args.fast else args.cases:
+    limit = TimeLimit(args.minutes)
+    for name in () if args.recorded else FAST if args.fast else args.cases:
         asked = {"case": name, "device_type": args.device}
-        rows = [] if args.again else [record.find(NAME, **asked, phase=phase) for phase in PHASES]
-        if not all(rows) or not rows:
-            if limit.is_over:
-                break
-            rows = [asked | row for row in measured(CASES[name].on(args.device), args.device)]
-            for row in rows:
-                record.append(NAME, row)
-        shown += rows
-        for row in rows if args.parts else ():
-            parts = ", ".join(f"{what} {n_bytes / 1e6:,.2f}" for what, n_bytes in row["parts"].items())
-            print(f"{name}, {row['phase']}: {parts}; measured {row['measured'] / 1e6:,.2f}", flush=True)
-    print_table(shown)
+        if limit.is_over or (not args.again and record.find(NAME, **asked)):
+            continue
+        case = CASES[name].on(args.device)
+        planner, _ = predicted(case, args.device)
+        for phase, n_bytes in measured_peaks(case, planner, args.device).items():
+            record.append(NAME, {**asked, "phase": phase, "measured": n_bytes})
+    print_table([*compared(latest(), shows_parts=args.parts)])
 
 
 def latest() -> list[dict[str, Any]]:
-    """Return the last row of each case, device and phase."""
-    found = {(row["device_type"], row["case"], row["phase"]): row for row in record.rows(NAME)}
-    return [*found.values()]
+    """Return the last row of each case, device and phase, in the order of the cases."""
+    rows = {(row["device_type"], row["case"], row["phase"]): row for row in record.rows(NAME)}
+    order = [*CASES]
+    return sorted(rows.values(), key=lambda row: (row["device_type"], order.index(row["case"]), row["phase"]))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from lit_rlkv.models.activations import Checkpoints, checkpointed_layers, comput
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.backbone import (
     forward_masks,
+    has_states,
     head_dims,
     head_is_frozen,
-    has_states,
     n_kv_heads,
     optional_setting,
     text_config,

@@ -10,7 +10,6 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer_kind import LayerKind
-from lit_rlkv.models.adapters import lora_layers
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
@@ -64,7 +63,7 @@ def rollout_needs(
     n_heads, itemsize = n_kv_heads(model), dtype.itemsize
     n_responses = n_prompts * group if n_responses is None else n_responses
     is_gpu = model.device.type != "cpu" if is_gpu is None else is_gpu
-    n_tokens, dim, hidden = int(config.vocab_size), max(head_dims(model)), int(config.hidden_size)
+    n_tokens, dim = int(config.vocab_size), max(head_dims(model))
     is_full = [kind.window is None or kind.window >= n_columns for kind in kinds]
     # Rows that have ended wait in host memory, which is that of a CPU's device.
     n_ended = 0 if is_gpu else n_responses
@@ -81,10 +80,11 @@ def rollout_needs(
     else:
         needs["columns of slots"] = sum(slots) * n_rows * n_heads * COLUMN_BYTES
     n_read = min(n_prompt_columns, settings.prefill_chunk or n_prompt_columns)
-    experts = [(name, weight) for name, weight in model.named_parameters() if ".experts." in name]
-    if any("lora_" in name for name, _ in experts):  # their sum with the adapter's product, of a layer
-        n_numbers = sum(weight.numel() for name, weight in experts if "lora_" not in name)
-        needs["experts with adapters"] = n_numbers // int(config.num_hidden_layers) * itemsize
+    if optional_setting(config, "num_experts_per_tok") is not None:
+        experts = [(name, weight) for name, weight in model.named_parameters() if ".experts." in name]
+        if any("lora_" in name for name, _ in experts):  # their sum with the adapter's product, of a layer
+            n_numbers = sum(weight.numel() for name, weight in experts if "lora_" not in name)
+            needs["experts with adapters"] = n_numbers // int(config.num_hidden_layers) * itemsize
     policy = cache.make_policy()
     tracks = policy is not None and policy.tracks_attention is not None
     needs[PREFILL] = _prefill_bytes(model, n_prompts, n_read, n_prompt_columns, itemsize, tracks=tracks)
@@ -108,7 +108,8 @@ def rollout_needs(
         sorting = n_rows * n_tokens * (itemsize + LOGIT_BYTES[is_gpu] + SORTING_BYTES)
         needs[STEP] = max(sorting, n_rows * n_tokens * itemsize + unpacked)
         needs["bits of sampling masks"] = N_SLOTS * n_rows * (n_tokens // 8)
-    if (n_packed := packed_size(model)) and not settings.compile_layers:
+    is_packed = not (is_gpu or settings.compile_layers) and dtype == torch.float32
+    if is_packed and (n_packed := packed_size(model)):
         needs["weights packed for decoding"] = n_packed * itemsize
     return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
 
@@ -127,7 +128,7 @@ def _prefill_bytes(
     width = int(optional_setting(config, "intermediate_size") or 4 * hidden)
     n_chosen = optional_setting(config, "num_experts_per_tok")
     if n_chosen is None:  # gate, up and their product; an adapter adds its own output
-        n_wide = (3 + bool(lora_layers(model))) * width
+        n_wide = (3 + any("lora_" in name for name, _ in model.named_parameters())) * width
     else:  # gate and up, their activation and product, and the input of each expert
         n_wide = n_chosen * (4 * int(optional_setting(config, "moe_intermediate_size") or width) + hidden)
     of_mlp = n_prompts * n_read * (n_wide + 4 * hidden) * itemsize
