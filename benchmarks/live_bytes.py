@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of all storages that operators have returned and that are still alive, of the calling thread.
 
     Sees the backward pass on a CPU and what is recomputed there, since both run in this thread. Not seen is
-    what a kernel allocates and frees while it runs, nor weights that oneDNN has packed.
+    what a kernel allocates and frees while it runs.
 
     Args:
         existing: tensors that are alive already and count from the start. Any others that were made before
@@ -30,21 +30,23 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, weakref.ref[Any]] = {}
         for tensor in existing:
             self._count(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_mkldnn:
+            if isinstance(leaf, Tensor):
                 self._count(leaf)
         return result
 
     def _count(self, tensor: Tensor) -> None:
         # Python's object of a storage lives as long as the storage itself, also where only autograd holds it.
-        storage = tensor.untyped_storage()
-        key, n_bytes = id(storage), storage.nbytes()
+        # Weights that oneDNN has packed have none, and are held by Python alone.
+        storage = tensor if tensor.is_mkldnn else tensor.untyped_storage()
+        key = id(storage)
+        n_bytes = tensor.numel() * tensor.itemsize if tensor.is_mkldnn else storage.nbytes()
         if key in self._known:
             return
 

@@ -13,6 +13,7 @@ card 0.7 GiB are taken by CUDA's context and 6 % by fragments, both assumed; rec
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import command_line
 import torch
@@ -55,13 +56,14 @@ LINEAR = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": lambda: Qwen3Config(**SIZE, head_dim=32),
-    "llama": lambda: LlamaConfig(**SIZE),
-    "gemma3": lambda: Gemma3TextConfig(**SIZE, head_dim=32, sliding_window=96),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZE, **EXPERTS),
-    "qwen3_next": lambda: Qwen3NextConfig(**SIZE, **EXPERTS, **LINEAR),
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "qwen3": partial(Qwen3Config, **SIZE, head_dim=32),
+    "llama": partial(LlamaConfig, **SIZE),
+    "gemma3": partial(Gemma3TextConfig, **SIZE, head_dim=32, sliding_window=96),
+    "qwen3_moe": partial(Qwen3MoeConfig, **SIZE, **EXPERTS),
+    "qwen3_next": partial(Qwen3NextConfig, **SIZE, **EXPERTS, **LINEAR),
 }
+"""Small shapes; sizes can be given again."""
 WAYS: tuple[Checkpoints, ...] = (False, True, "host")
 HEADS = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}

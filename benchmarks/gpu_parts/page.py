@@ -4,7 +4,10 @@ import record
 from gpu_parts.stages import TITLES
 from gpu_parts.targets import Figure, Records, Row, figures
 
-NAMES = ("stages", "tests", "kernels", "rollout", "replay_gap", "learner", "profile", "learns", "one_gpu")
+NAMES = (
+    *("stages", "tests", "kernels", "rollout", "replay_gap", "learner", "profile", "learns", "one_gpu"),
+    "plan_peaks",
+)
 
 
 def read_records(here: Row | None = None) -> Records:

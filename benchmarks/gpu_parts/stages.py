@@ -37,6 +37,7 @@ TITLES = {
     "E": "longest sequence that learns",
     "H": "shared prompts",
     "C": "rollout",
+    "M": "memory, planned and measured",
     "S": "learning with SmolLM2-135M",
     "B": "kernels",
 }
@@ -46,7 +47,7 @@ MINUTES = {"T": 4.0, "G": 2.5, "R": 5.0, "K": 2.5, "O": 3.0}
 MOST_MINUTES = 8.0
 NEEDED = ("hydra", "lightning", "omegaconf", "peft", "matplotlib", "pydantic", "jinja2", "httpx")
 """Packages of whole runs, which a lent machine may lack."""
-OF_RUNS = ("R", "O", "S")
+OF_RUNS = ("R", "O", "M", "S")
 """Stages that need them."""
 ROOMS_OF_RUNS = ("benchmarks", "callbacks", "modules", "runs")
 """Folders of tests that need them."""
@@ -151,6 +152,7 @@ REAL = {
         "rollout.py --record --rounds 1 --budgets 1024 --skip-theirs --compile-layers",
         "rollout.py --record --rounds 1 --budgets 512 2048 --skip-theirs",
     ],
+    "M": ["plan_peaks.py --record"],
     "S": ["learns.py --record --task smollm2"],
     "B": [
         *(
@@ -173,6 +175,7 @@ TOY = {
     "P": [f"{TOY_LEARNER} --profile --lengths 24 --skip-dense"],
     "E": [f"{TOY_LEARNER} --lengths 32 --levers frozen+host --skip-dense"],
     "C": [f"rollout.py {TOY_RUN} --rounds 1 --batch 2 --new 24 --budgets 16 --skip-theirs"],
+    "M": [f"plan_peaks.py {TOY_RUN} --cases qwen3-lora"],
     "B": [
         f"kernels.py {TOY_RUN} --rounds 1 --ops {op} --only {only}"
         for op, only in (("decode_attention", "3"), ("evict", "1_of_2"))

@@ -260,6 +260,15 @@ def shared(records: Records) -> Iterator[Figure]:
     yield Figure("H", "cases of shared prompts, table in gpu.log", len(found) or None)
 
 
+def memory(records: Records) -> Iterator[Figure]:
+    """Yield the measured peaks; plan_peaks.py --recorded prints the predicted ones beside them."""
+    rows = {(row["case"], row["phase"]): row for row in records.get("plan_peaks", ())}
+    if not rows:
+        yield Figure("M", "peaks of memory", None)
+    for (case, phase), row in rows.items():
+        yield Figure("M", f"{case}: {phase}", row["measured"] / 1e6, unit="MB")
+
+
 def _why_not(row: Row) -> str:
     """Return why a row has no measurements."""
     return "out of memory" if row["out_of_memory"] else f"refused: {row['reason']}"
@@ -292,6 +301,7 @@ FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
     "E": partial(learner, stage="E"),
     "H": shared,
     "C": rollout,
+    "M": memory,
     "S": partial(learning, stage="S", task="smollm2"),
     "B": kernels,
 }

@@ -216,10 +216,14 @@ def _flipped(to_middle: Float[Tensor, "*lead dim"], checks: UInt8[Tensor, "*lead
     cost = F.pad(to_middle, (0, -dim % group), value=torch.inf)
     cost = cost.view(*cost.shape[:-1], -1, group)
     is_odd = checks[..., :1] == 1
-    at = (checks[..., 1:].long() << torch.arange(checks.shape[-1] - 1, device=checks.device)).sum(-1, True)
+    # 32 bits: a position for each number is most of the memory here.
+    place = torch.arange(group, device=checks.device, dtype=torch.int32)
+    at = (checks[..., 1:].int() << place[: checks.shape[-1] - 1]).sum(-1, True, dtype=torch.int32)
     least, first = cost.min(-1, keepdim=True)
+    first = first.int()
     apart = torch.where(is_odd, at ^ first, at)  # of two more, whose positions differ in these bits
-    pair, second = (cost + cost.gather(-1, torch.arange(group, device=at.device) ^ apart)).min(-1, True)
+    pair, second = (cost + cost.gather(-1, place ^ apart)).min(-1, True)
+    second = second.int()
     one, three = cost.gather(-1, at), least + pair
     is_one, total = is_odd & (one <= three), torch.where(is_odd, torch.minimum(one, three), pair)
     flips = torch.cat([at, first, second, second ^ apart], dim=-1)

@@ -38,7 +38,7 @@ def packed_weights(model: nn.Module, n_rows: int) -> Iterator[None]:
 
 
 def packed_size(model: nn.Module) -> int:
-    """Return the elements that `packed_weights` copies."""
+    """Return the elements that `packed_weights` copies, or on the meta device would copy on a CPU."""
     return sum(linear.weight.numel() for linear in _linears_to_pack(model))
 
 
@@ -55,7 +55,7 @@ def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(module) in (nn.Linear, LMHead)
         and "forward" not in vars(module)
-        and module.weight.device.type == "cpu"
+        and module.weight.device.type in ("cpu", "meta")
         and module.weight.dtype == torch.float32
         and module.weight.numel() >= LEAST_ELEMENTS
         and bool(mkldnn.is_available() and mkldnn.enabled)  # type: ignore[no-untyped-call]

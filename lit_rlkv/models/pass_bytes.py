@@ -5,6 +5,7 @@ tensors that they save are added up. Of attention these are queries, keys, value
 Bytes grow with the tokens, so two such forwards give those of any length. All else is by formula.
 """
 
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lit_rlkv.kernels.backend import to_autocast_dtype, uses_triton
 from lit_rlkv.kernels.shadow_attention.blocks import LONG
 from lit_rlkv.kernels.token_logps.chunks import TRITON_MAX_CHUNK_LOGITS
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
+from lit_rlkv.kvcache.state_layer import STATES
 from lit_rlkv.models import activations
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers, computing_once, tokenwise_modules
 from lit_rlkv.models.adapters import lora_layers, use_adapter
 from lit_rlkv.models.backbone import (
     forward_masks,
+    has_states,
     head_dims,
     head_is_frozen,
     n_kv_heads,
@@ -60,6 +63,8 @@ class PassBytes:
         self._fixed = short.sums - FEW * self._of_token
         self._trained = max(map(_trained_bytes, checkpointed_layers(model)), default=0)
         self._head_is_frozen = head_is_frozen(model)
+        self.state_bytes = _state_bytes(model) if has_states(model) else 0
+        """Bytes of the states of recurrent layers for each row that is decoded."""
 
     def of_pass(self, n_rows: int, n_columns: int, checkpoints: Checkpoints) -> dict[str, int]:
         """Return the bytes by what they are for, of rows of so many tokens; with `host` those of the device.
@@ -81,10 +86,12 @@ class PassBytes:
         if checkpoints:
             n_kept = min(n_layers, 2) if checkpoints == "host" else n_layers
             kept = inputs * n_kept / n_layers + self._of_scorer(n)
-            # Gradients around an MLP in tiles, or those of attention, of which keys' are in float32.
-            gradients = max(3 * dim, dim + 2 * queries + 2 * FLOAT32 * keys / self.itemsize)
-            backward = layer - inputs / n_layers + n * gradients + self._of_weights(n_rows, n_columns)
-            backward += min(n, activations.TILE) * (in_tiles / n + of_layer)
+            # Of an MLP, in tiles beside what is around it; or of attention, of which keys' are in float32.
+            around = 3 * n * dim if n > activations.TILE else 0
+            of_mlp = around + min(n, activations.TILE) * (in_tiles / n + of_layer)
+            of_attention = n * (dim + 2 * queries + 2 * FLOAT32 * keys / self.itemsize)
+            backward = layer - inputs / n_layers + self._of_weights(n_rows, n_columns)
+            backward += max(of_mlp, of_attention)
             if n > activations.TILE:  # gradients of their weights are summed up
                 backward += 2 * self._trained
         # Before the layers: log-probs of the last hidden states, then the last norm in float32.
@@ -133,14 +140,21 @@ class _Count:
         self._layer, self._n_tiles = -1, 0
         self._of_norm: Tensor | None = None
         """Output of the latest norm, of which an MLP in tiles keeps nothing."""
+        self._output: Any = None
+        """Output of the latest layer."""
         weights = (t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor))
         self._weights = {_storage(tensor) for tensor in weights}
         ids = torch.zeros(1, n_tokens, dtype=torch.long, device=model.device)
         masks = forward_masks(model, torch.ones_like(ids, dtype=torch.bool), model.device)
         layers, adapted = checkpointed_layers(model), lora_layers(model)
         adapter = next((name for layer in adapted for name in layer.lora_A), None)
+        times = _times(layers)
         with ExitStack() as stack:
             for number, layer in enumerate(layers):
+                if times[number] == 0:
+                    layer.forward = self._skip_layer
+                    stack.callback(vars(layer).pop, "forward")
+                    continue
                 enter = partial(self._enter_layer, number)
                 stack.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(layer.register_forward_hook(self._leave_layer).remove)
@@ -165,7 +179,7 @@ class _Count:
             n_bytes = tensor.untyped_storage().nbytes()
             (in_tiles if is_in_tiles else beside)[number] += n_bytes
             if number >= 0:
-                whole, widest = whole + n_bytes, max(widest, n_bytes)
+                whole, widest = whole + n_bytes * times[number], max(widest, n_bytes)
         for place, (number, tensor) in self._of_tiles.items():
             n_bytes = tensor.untyped_storage().nbytes()
             if place not in self._saved:
@@ -174,9 +188,8 @@ class _Count:
                 beside[number], in_tiles[number] = beside[number] + n_bytes, in_tiles[number] - n_bytes
         outside = beside.pop() + in_tiles.pop()
         largest, tiles = max(beside, default=0), max(in_tiles, default=0)
-        self.sums = torch.tensor(
-            [whole, sum(self._inputs.values()), largest, tiles, outside, widest], dtype=torch.float64
-        )
+        inputs = sum(n_bytes * times[number] for number, n_bytes in self._inputs.items())
+        self.sums = torch.tensor([whole, inputs, largest, tiles, outside, widest], dtype=torch.float64)
         del self._saved, self._of_tiles
 
     def _save(self, tensor: Tensor) -> Tensor:
@@ -195,7 +208,12 @@ class _Count:
         self._inputs[number] = hidden.untyped_storage().nbytes()
 
     def _leave_layer(self, layer: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        self._layer = -1
+        self._layer, self._output = -1, output
+
+    def _skip_layer(self, *args: Tensor, **named: Any) -> Any:
+        """Pass the hidden states on, as a layer like the latest one returns them."""
+        hidden = args[0] if args else named["hidden_states"]
+        return hidden if isinstance(self._output, Tensor) else (hidden, *self._output[1:])
 
     def _enter_tiles(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._n_tiles == 0 and args[0] is not self._of_norm and args[0].requires_grad:
@@ -223,6 +241,33 @@ class _Attended(torch.autograd.Function):
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_zeros(query.shape[:3], dtype=torch.float32))
         return out
+
+
+def _times(layers: Sequence[nn.Module]) -> list[int]:
+    """Return how many layers each one's bytes count for; those of 0 layers are not computed.
+
+    On the meta device, of layers with the same weights the second stands for those after it; what all share,
+    such as rotary embeddings, is saved by the first.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for number, layer in enumerate(layers):
+        weights = tuple((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
+        is_meta = any(p.is_meta for p in layer.parameters())
+        alike.setdefault((type(layer), weights) if is_meta else number, []).append(number)
+    times = [0] * len(layers)
+    for first, *others in alike.values():
+        times[first] = 1
+        times[others[0] if others else first] = len(others) or 1
+    return times
+
+
+@torch.no_grad()
+def _state_bytes(model: PreTrainedModel) -> int:
+    cache = DynamicCache(config=text_config(model))
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model_body(model)(input_ids=ids, past_key_values=cache, use_cache=True)
+    states = [each for layer in cache.layers for name in STATES for each in getattr(layer, name, {}).values()]
+    return sum(state.nbytes for state in states if state is not None)
 
 
 def _trained_bytes(layer: nn.Module) -> int:

@@ -25,6 +25,7 @@ SETTINGS = {
     "growth of a layer": "cache.policy, rollout.max_rows",
     "columns of slots": "cache.budget, rollout.max_rows",
     "attention of slots": "cache.policy, rollout.max_rows",
+    "experts with adapters": "roles.target_modules",
     "latest queries": "cache.window, rollout.max_rows",
     "bits of sampling masks": "rollout.top_k, rollout.max_rows",
     "record of sampling masks, at most": "rollout.top_k, rollout.max_new_tokens",

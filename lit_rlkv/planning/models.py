@@ -5,11 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
 from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import text_config
@@ -18,6 +21,7 @@ from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.loading import friendly_errors
 from lit_rlkv.models.pass_bytes import PassBytes
+from lit_rlkv.objectives.corrections import critic_sees_shadow
 from lit_rlkv.planning.cards import Card
 
 N_PRESET_TOKENS = 64
@@ -72,6 +76,16 @@ def roles_of(cfg: Config) -> Roles:
         )
 
 
+def module_of(cfg: Config, roles: Roles) -> Any:
+    """Return the RL module of a config, without an optimizer."""
+    correction = build(cfg.correction)
+    options = {"replays": correction.replays, "temperature": cfg.rollout.temperature}
+    if "value" in roles.needed:
+        options["value_shadow"] = critic_sees_shadow(cfg.roles, correction, CacheSpec.of(cfg.cache))
+    with as_config_errors("algorithm.loss"):
+        return build(cfg.algorithm.loss)(roles, None, **options)
+
+
 def pass_bytes_of(roles: Roles, card: Card) -> PassBytes:
     """Return the count of the passes of the policy's backbone on a card.
 
@@ -79,7 +93,7 @@ def pass_bytes_of(roles: Roles, card: Card) -> PassBytes:
         ConfigError: its forward cannot be followed without weights.
     """
     try:
-        with _autocast_on_meta():
+        with _as_on_a_device():
             return PassBytes(roles.backbone("policy"), is_fused=card.is_gpu)
     except Exception as error:  # of any model's own code
         raise ConfigError(
@@ -90,18 +104,21 @@ def pass_bytes_of(roles: Roles, card: Card) -> PassBytes:
 
 
 @contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """Let models switch autocast off on the meta device, which has none."""
-    autocast = torch.autocast
+def _as_on_a_device() -> Iterator[None]:
+    """Let models switch autocast off, and multiply by experts in any dtype, as the meta device does not."""
+    autocast, grouped_mm = torch.autocast, functional.grouped_mm
 
     def of_device(device_type: str, *args: Any, **options: Any) -> Any:
         return autocast("cpu" if device_type == "meta" else device_type, *args, **options)
 
-    torch.autocast = of_device  # type: ignore[misc, assignment]
+    def of_one(rows: Tensor, experts: Tensor, **options: Any) -> Tensor:
+        return rows @ experts[0]
+
+    torch.autocast, functional.grouped_mm = of_device, of_one  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        torch.autocast = autocast  # type: ignore[misc]
+        torch.autocast, functional.grouped_mm = autocast, grouped_mm  # type: ignore[misc]
 
 
 def model_config(path: str) -> PretrainedConfig:

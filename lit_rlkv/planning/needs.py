@@ -14,10 +14,11 @@ from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optiona
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
 from lit_rlkv.rollout.generate import n_concurrent_rows
-from lit_rlkv.rollout.mask_record import N_SLOTS
+from lit_rlkv.rollout.mask_record import MAX_UNPACKED, N_SLOTS
 from lit_rlkv.types import times_dtype
 
 CACHE, PREFILL, STEP = "KV cache", "activations of prompts", "logits of a step"
+GROWTH = "growth of a layer"
 RECORDS = ("record of evictions", "record of codes", "record of experts")
 """Needs of a record: of the rows at a time on a GPU, and on a CPU of all responses beside them."""
 LOGIT_BYTES = {True: 8, False: 12}
@@ -62,7 +63,7 @@ def rollout_needs(
     n_heads, itemsize = n_kv_heads(model), dtype.itemsize
     n_responses = n_prompts * group if n_responses is None else n_responses
     is_gpu = model.device.type != "cpu" if is_gpu is None else is_gpu
-    n_tokens, dim, hidden = int(config.vocab_size), max(head_dims(model)), int(config.hidden_size)
+    n_tokens, dim = int(config.vocab_size), max(head_dims(model))
     is_full = [kind.window is None or kind.window >= n_columns for kind in kinds]
     # Rows that have ended wait in host memory, which is that of a CPU's device.
     n_ended = 0 if is_gpu else n_responses
@@ -75,17 +76,20 @@ def rollout_needs(
         STEP: n_rows * n_tokens * (itemsize + LOGIT_BYTES[is_gpu]),
     }
     if cache.is_dense and kinds:  # it grows, and for a while a layer has both sizes
-        needs["growth of a layer"] = max(slots) * n_rows * n_heads * of_key
+        needs[GROWTH] = max(slots) * n_rows * n_heads * of_key
     else:
         needs["columns of slots"] = sum(slots) * n_rows * n_heads * COLUMN_BYTES
     n_read = min(n_prompt_columns, settings.prefill_chunk or n_prompt_columns)
-    width = int(optional_setting(config, "intermediate_size") or 4 * hidden)
-    needs[PREFILL] = int(n_prompts * n_read * (3.5 * width + 4 * hidden) * itemsize)
+    if optional_setting(config, "num_experts_per_tok") is not None:
+        experts = [(name, weight) for name, weight in model.named_parameters() if ".experts." in name]
+        if any("lora_" in name for name, _ in experts):  # their sum with the adapter's product, of a layer
+            n_numbers = sum(weight.numel() for name, weight in experts if "lora_" not in name)
+            needs["experts with adapters"] = n_numbers // int(config.num_hidden_layers) * itemsize
     policy = cache.make_policy()
-    if policy is not None and policy.tracks_attention is not None:
+    tracks = policy is not None and policy.tracks_attention is not None
+    needs[PREFILL] = _prefill_bytes(model, n_prompts, n_read, n_prompt_columns, itemsize, tracks=tracks)
+    if tracks:
         needs["attention of slots"] = sum(slots) * n_rows * n_heads * ATTENTION_BYTES
-        n_pairs = n_prompts * int(config.num_attention_heads) * n_read * n_prompt_columns
-        needs[PREFILL] += PROBABILITY_BYTES * min(n_pairs, MOST_PROBABILITIES)
     if policy is not None and policy.sees_queries:
         n_query_heads = int(config.num_attention_heads)
         needs["latest queries"] = len(kinds) * n_rows * n_query_heads * cache.window * dim * itemsize
@@ -99,11 +103,37 @@ def rollout_needs(
         n_ids = max(n_rows, n_ended) * settings.max_new_tokens * min(settings.top_k, n_tokens)
         needs["record of sampling masks, at most"] = n_ids * KEPT_ID_BYTES
     elif settings.top_p < 1:
-        needs[STEP] += n_rows * n_tokens * SORTING_BYTES
+        # While a token is chosen, or while the bits of many steps become ids.
+        unpacked = 2 * min(N_SLOTS * n_rows * n_tokens, MAX_UNPACKED)
+        sorting = n_rows * n_tokens * (itemsize + LOGIT_BYTES[is_gpu] + SORTING_BYTES)
+        needs[STEP] = max(sorting, n_rows * n_tokens * itemsize + unpacked)
         needs["bits of sampling masks"] = N_SLOTS * n_rows * (n_tokens // 8)
-    if (n_packed := packed_size(model)) and not settings.compile_layers:
+    is_packed = not (is_gpu or settings.compile_layers) and dtype == torch.float32
+    if is_packed and (n_packed := packed_size(model)):
         needs["weights packed for decoding"] = n_packed * itemsize
     return dict(sorted(needs.items(), key=itemgetter(1), reverse=True))
+
+
+def _prefill_bytes(
+    model: PreTrainedModel, n_prompts: int, n_read: int, n_columns: int, itemsize: int, *, tracks: bool
+) -> int:
+    """Return the bytes of activations while prompts are read: those of an MLP, or of attention.
+
+    Args:
+        n_read: tokens of a prompt that are read at a time.
+        n_columns: tokens of a prompt.
+        tracks: True if the policy adds up attention.
+    """
+    config, hidden = text_config(model), int(text_config(model).hidden_size)
+    width = int(optional_setting(config, "intermediate_size") or 4 * hidden)
+    n_chosen = optional_setting(config, "num_experts_per_tok")
+    if n_chosen is None:  # gate, up and their product; an adapter adds its own output
+        n_wide = (3 + any("lora_" in name for name, _ in model.named_parameters())) * width
+    else:  # gate and up, their activation and product, and the input of each expert
+        n_wide = n_chosen * (4 * int(optional_setting(config, "moe_intermediate_size") or width) + hidden)
+    of_mlp = n_prompts * n_read * (n_wide + 4 * hidden) * itemsize
+    n_pairs = n_prompts * int(config.num_attention_heads) * n_read * n_columns
+    return max(of_mlp, tracks * PROBABILITY_BYTES * min(n_pairs, MOST_PROBABILITIES))
 
 
 def _expert_bytes(model: PreTrainedModel) -> int:

@@ -4,6 +4,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
-from lit_rlkv.planning.needs import PREFILL, STEP, rollout_needs
+from lit_rlkv.planning.models import module_of
+from lit_rlkv.planning.needs import GROWTH, PREFILL, STEP, rollout_needs
 from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_seconds
 from lit_rlkv.types import times_dtype
 
@@ -209,11 +211,13 @@ class Planner:
             n_responses=self.n_responses,
         )
         models = {what: n for what, n in self.model_bytes.items() if what != "gradients"}
-        # Prompts are read before the first step.
-        if needs[PREFILL] < needs[STEP]:
-            del needs[PREFILL]
-        else:
-            del needs[STEP]
+        # Prompts are read before the first step, and before the cache grows.
+        of_steps = [what for what in (STEP, GROWTH) if what in needs]
+        is_larger = sum(needs[what] for what in of_steps) > needs[PREFILL]
+        for what in [PREFILL] if is_larger else of_steps:
+            del needs[what]
+        if self.pass_bytes.state_bytes:
+            needs["states of layers"] = n_rows * self.pass_bytes.state_bytes
         return models | self._gathered(is_whole=self.cfg.fabric.unshard_rollout) | needs
 
     def _gathered(self, *, is_whole: bool) -> Bytes:
@@ -250,8 +254,13 @@ class Planner:
 
     @cached_property
     def n_more_graphs(self) -> int:
-        """Forwards with gradients that distillation adds to a pass."""
-        return 0 if self.cfg.distillation is None else build(self.cfg.distillation).n_graphs
+        """Forwards with gradients that critic and distillation add to a pass."""
+        more = 0 if self.cfg.distillation is None else build(self.cfg.distillation).n_graphs
+        return int(self._module.n_graphs) - 1 + more
+
+    @cached_property
+    def _module(self) -> Any:
+        return module_of(self.cfg, self.roles)
 
     @property
     def most_sequences(self) -> int:
@@ -350,7 +359,7 @@ class Planner:
             trains_all=self.trains_all,
             recomputes=bool(self.checkpoints),
             n_scorings=len(self.roles.needed),
-            n_learners=1 + ("value" in self.roles.needed) + self.n_more_graphs,
+            n_learners=len(self._module.learner_parts) + self.n_more_graphs,
         )
 
     def _weights(self, n_rows: int) -> tuple[int, int]:

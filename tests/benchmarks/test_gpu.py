@@ -109,6 +109,12 @@ def test_a_learner_out_of_memory_is_named():
     assert {figure.verdict for figure in found.values()} == {"not measured"}
 
 
+def test_a_peak_of_memory_is_that_of_the_latest_row():
+    row = {"case": "qwen3", "phase": "update", "measured": 1_000_000}
+    found = by_name("M", {"plan_peaks": [row, row | {"measured": 4_000_000}]})
+    assert found["qwen3: update"].value == 4
+
+
 def test_make_takes_the_machines_own_python_and_builds_no_environment():
     # Under `make test` the inner make would tell which folder it enters, too.
     command = ["make", "--no-print-directory", "-n", "gpu", "PYTHON=python3", "ARGS=--out x --stages A"]

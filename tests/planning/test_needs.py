@@ -42,8 +42,8 @@ def test_a_rollout_that_is_too_large_is_told_with_its_numbers():
         "logits of a step": 16 * 51 * (4 + 12),
         "record of evictions": 2 * (16 + 16) * 2 * 16 * 2,
         "columns of slots": 2 * 16 * 2 * 9 * 8,
-        # (3.5 intermediate + 4 hidden) numbers of each token of 4 prompts
-        "activations of prompts": int(4 * 6 * (3.5 * 32 + 4 * 32) * 4),
+        # (3 intermediate + 4 hidden) numbers of each token of 4 prompts
+        "activations of prompts": 4 * 6 * (3 * 32 + 4 * 32) * 4,
     }
     first, *lines = explain_rollout(make_model(), SPEC, (4, 6), SAMPLING, GROUP).splitlines()
     assert "4 responses of up to 10 tokens to each of 4 prompts of up to 6, cache random 7+2" in first
@@ -128,7 +128,8 @@ def test_what_the_sampler_keeps_is_a_need_of_its_own():
     assert needs(top_k=20)[record] == 16 * 10 * 20 * 4
     assert needs(top_k=99)[record] == 16 * 10 * 51 * 4
     by_mass = needs(top_p=0.9, max_rows=8)
-    assert by_mass["logits of a step"] == 8 * 51 * (4 + 12 + 26)
+    # In which the bits of 32 steps of 8 rows become bytes, and bools.
+    assert by_mass["logits of a step"] == 8 * 51 * 4 + 2 * 32 * 8 * 51 > 8 * 51 * (4 + 12 + 26)
     assert by_mass["bits of sampling masks"] == 32 * 8 * (51 // 8)
     found = make_datamodule(make_roles(), rollout={"top_k": 20}).collect().rollout.record.sampling_masks
     assert found.token_ids.nbytes <= needs(top_k=20)[record]
