@@ -141,8 +141,8 @@ def fit(
     from lit_rlkv.run_files import CONFIG
     from lit_rlkv.runs.checks import check_reward_functions, check_shares, try_diagnostics, try_optimizers
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
+    from lit_rlkv.runs.memory import check_memory
     from lit_rlkv.runs.outputs import RunOutputs
-    from lit_rlkv.runs.pass_size import check_rollout_memory
     from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.run import Run
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, check_sources, find_starting_model
@@ -172,11 +172,11 @@ def fit(
     check_sources(run.resume_from, cfg)
     with outputs.open():
         # 2. stages: sft, evaluation, rl, evaluation
+        check_memory(run, start)
         start = make_starting_model(run, start)
         module = make_policy(run, start)
         backbone = broadcast_from_rank_zero(run.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
-        check_rollout_memory(run, module.roles.backbone("policy"))
         say(console, trained_parameters(module), stage="roles")
         try_diagnostics(run, module)
         run.interruption.raise_if_requested(run.fabric)

@@ -94,7 +94,7 @@ def plan(asked: PlanArguments) -> None:
     n_own = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) and cfg.fabric.devices > 0 else 1
     with as_config_errors("cache"):
         CacheSpec.of(cfg.cache)
-    card, roles = find_card(asked.gpu), roles_of(cfg)
+    card, roles = find_card(asked.gpu, n_own), roles_of(cfg)
     planner = Planner(
         cfg, roles, pass_bytes_of(roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )

@@ -39,9 +39,10 @@ def explain_code_record(
     prompts_shape: tuple[int, int],
     settings: RolloutConfig,
     group: int,
+    dtype: torch.dtype | None = None,
 ) -> str | None:
     """Return the warning that the record of the codes takes more than the codes save; None if it does not."""
-    asked = prompts_shape, settings, group
+    asked = prompts_shape, settings, group, dtype
     needs = rollout_needs(model, cache, *asked)
     saved = rollout_needs(model, replace(cache, dtype=None), *asked)[CACHE] - needs[CACHE]
     record = needs.get("record of codes", 0)

@@ -12,7 +12,8 @@ from lit_rlkv.config import ConfigError
 
 GIB = 2**30
 CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
-"""Bytes of a GPU that driver and libraries take, and share of the rest lost between allocations: assumed."""
+"""Bytes that driver and libraries take, on a CPU Python and torch, and share of the rest lost between
+allocations: assumed."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: ?Gi?B?)?", re.IGNORECASE)
 SIZE_AFTER, MOST_GIB = re.compile(r"[ _-]+\d+ ?gi?b$", re.IGNORECASE), 512
@@ -36,7 +37,7 @@ class Card:
     @property
     def usable(self) -> int:
         """Bytes that a run can allocate."""
-        return int((self.memory - CONTEXT) * (1 - FRAGMENTS)) if self.is_gpu else self.memory
+        return max(int((self.memory - CONTEXT) * (1 - FRAGMENTS)), 0)
 
 
 def _gib(size: float) -> int:
@@ -62,16 +63,19 @@ CARDS = {
 """By the makers' data sheets: A100 of 80 GB, H100 and H200 SXM; memory as the driver reports it, about."""
 
 
-def find_card(name: str | None) -> Card:
+def find_card(name: str | None, n_processes: int = 1) -> Card:
     """Return a card by its name or by its gigabytes; None: the device of this machine.
 
     A card of so many gigabytes has the speed of the one in `CARDS` whose memory is nearest.
+
+    Args:
+        n_processes: that share this machine's memory, if it has no CUDA.
 
     Raises:
         ConfigError: there is none of this name.
     """
     if name is None:
-        return _own_card()
+        return own_card(torch.device("cuda" if torch.cuda.is_available() else "cpu"), n_processes)
     known = {_plain(one): card for one, card in CARDS.items()}
     plain = _plain(name)
     found = known.get(plain) or known.get(f"rtx{plain}") or known.get(_plain(SIZE_AFTER.sub("", name)))
@@ -88,11 +92,16 @@ def find_card(name: str | None) -> Card:
     return replace(like, name=f"{size[1]} GB (as fast as {like.name})", memory=memory)
 
 
-def _own_card() -> Card:
-    if not torch.cuda.is_available():
-        return Card("this machine's CPU", machine_memory(), is_gpu=False)
-    name = torch.cuda.get_device_name()
-    memory = int(torch.cuda.get_device_properties(0).total_memory)
+def own_card(device: torch.device, n_processes: int = 1) -> Card:
+    """Return a device of this machine.
+
+    Args:
+        n_processes: that share the memory of a CPU.
+    """
+    if device.type != "cuda":
+        return Card("this machine's CPU", machine_memory() // n_processes, is_gpu=False)
+    name = torch.cuda.get_device_name(device)
+    memory = int(torch.cuda.get_device_properties(device).total_memory)
     words = [_plain(word) for word in re.findall(r"\w+", name)]
     words += [first + second for first, second in pairwise(words)]  # RTX 4090
     alike = [card for card in CARDS.values() if _plain(SIZE_AFTER.sub("", card.name)) in words]
@@ -106,6 +115,21 @@ def machine_memory() -> int:
     """Return the bytes of memory of this machine, or of the container's limit."""
     limits = [Path(name).read_text().strip() for name in CGROUP_LIMITS if Path(name).is_file()]
     return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def available_memory(n_processes: int = 1) -> int:
+    """Return the bytes of this machine's memory that this process may hope for.
+
+    Args:
+        n_processes: that share what the machine has left.
+    """
+    left = psutil.virtual_memory().available + psutil.swap_memory().free
+    found = [min(machine_memory(), left) // n_processes]
+    if psutil.LINUX:
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        found += [] if limit == psutil.RLIM_INFINITY else [limit - process.memory_info().vms]
+    return max(min(found), 0)
 
 
 def _plain(name: str) -> str:

@@ -33,6 +33,7 @@ def screen(
         f"rollout: {_parts(chosen.rollout)}",
         f"update: {_parts(chosen.update)}",
         f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}",
+        *_budgets(planner, chosen),
         *(f"{change.setting}: {change.effect}" for change in changes),
         *_remarks(planner),
         command if chosen.fits else "it does not fit: change one of the settings above",
@@ -74,6 +75,12 @@ def _cells(planner: Planner, row: Row, is_chosen: bool) -> list[str]:
     peaks = [f"{human_bytes(n)}{' (too much)' if n > room else ''}" for n in totals]
     note = "<- this config" if is_chosen else ""
     return [row.cache.label, str(row.n_rows or "–"), *peaks, *times, note]
+
+
+def _budgets(planner: Planner, chosen: Row) -> Iterator[str]:
+    if found := planner.most_keys(chosen):
+        each = (f"{budget:,} with {n_rows} rows at a time" for n_rows, budget in found.items())
+        yield f"the largest cache.budget that fits: {', '.join(each)}"
 
 
 def _positions(planner: Planner) -> str:
@@ -129,5 +136,6 @@ def as_values(
             }
             for row in rows
         ],
+        "most_keys": planner.most_keys(chosen),
         "changes": {change.setting: change.effect for change in changes},
     }

@@ -1,0 +1,211 @@
+"""The memory of a run: what it needs, said before any work, and the sizes that are chosen by it."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+from transformers import PreTrainedModel
+
+from lit_rlkv.callbacks.model_distillation import ModelDistillation
+from lit_rlkv.config import AUTO, ConfigError
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.activations import Checkpoints
+from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.pass_bytes import PassBytes
+from lit_rlkv.planning.advice import SETTINGS, explain_code_record
+from lit_rlkv.planning.cards import Card, available_memory, own_card
+from lit_rlkv.planning.models import pass_bytes_of, roles_of
+from lit_rlkv.planning.needs import CACHE, RECORDS, rollout_needs
+from lit_rlkv.planning.passes import MARGIN, Bytes, Passes
+from lit_rlkv.planning.plan import Planner, Row
+from lit_rlkv.reporting.progress import say
+from lit_rlkv.rollout.decoder import FIRST_TOKENS
+from lit_rlkv.runs.run import Run
+from lit_rlkv.runs.starting_model import pretrained_path
+from lit_rlkv.units import human_bytes
+
+log = logging.getLogger(__name__)
+FOR_CACHE, MAX_ROWS = 0.3, 512
+"""Share of the memory beside the models for the cache of an evaluation, and most rows at a time there."""
+ADAM = ("torch.optim.AdamW", "torch.optim.Adam")
+"""Optimizers whose moments are surely as large as what they train."""
+
+
+def check_memory(run: Run, start: str | Path | None) -> None:
+    """Say what RL will need and what there is, and refuse a run that cannot fit; all ranks must call this.
+
+    It is counted without weights. Refused is what surely exceeds the memory: weights, what their training
+    adds, and what a rollout has at its beginning; that responses of full length may not fit is a warning.
+
+    Args:
+        start: the model that RL starts from; None: the SFT stage will make it.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    path = pretrained_path(run.cfg.model.path, run.cfg.runs_dir) if start is None else str(start)
+    cfg, card = replace(run.cfg, model=replace(run.cfg.model, path=path)), _card(run)
+    try:
+        roles = roles_of(cfg)
+        counted = pass_bytes_of(roles, card)
+        planner = Planner(cfg, roles, counted, card, max(run.sizes.prompts), run.fabric.world_size)
+        row, needed = planner.row(planner.cache), [*_needed(run, planner, has_sft=start is None)]
+    except ValueError as error:  # the loaded model says more of what is wrong with it
+        log.info("memory is not planned: %s", error)
+        return
+    there = _least(run, card.memory if card.is_gpu else available_memory(_n_neighbours(run)))
+    for what, needs in needed:
+        if sum(needs.values()) > there:
+            parts = (f"{human_bytes(n)} for the {part}{_change(part)}" for part, n in needs.items())
+            advice = _advice(planner, row) or [
+                "take a smaller model, or more devices and fabric.strategy=fsdp2"
+            ]
+            raise ConfigError(
+                f"{what} needs at least {', '.join(parts)}, more than the {human_bytes(there)} of memory "
+                f"here; {'; '.join(advice)}"
+            )
+    if "rl" in cfg.stages and run.is_rank_zero:
+        _say(run, planner, row)
+
+
+def _change(part: str) -> str:
+    return f" (change {SETTINGS[part]})" if part in SETTINGS else ""
+
+
+def _advice(planner: Planner, row: Row) -> list[str]:
+    """Return the settings of the plan with which more fits."""
+    found = [f"{change.setting}: {change.effect}" for change in planner.changes(row)]
+    return [*planner.settings(row), *found]
+
+
+def _needed(run: Run, planner: Planner, *, has_sft: bool) -> Iterator[tuple[str, Bytes]]:
+    """Yield what a run does and the bytes that it needs at least."""
+    cfg, models = run.cfg, dict(planner.model_bytes)
+    if cfg.fabric.quantization is not None:  # bytes of a weight in 4 bits are an estimate
+        models["weights"] = int(models["weights"] / (1 + MARGIN))
+    if "sft" in cfg.stages and has_sft:
+        names = planner.policy.named_parameters()
+        n_bytes = sum(weight.nbytes for name, weight in names if "lora_" not in name)
+        n_bytes //= planner.n_ranks if planner.is_sharded else 1
+        yield "the SFT stage", _trained(cfg.sft.optimizer, dict.fromkeys(models, n_bytes))
+    if "rl" in cfg.stages:
+        yield "the update", _trained(cfg.optimizer, models)
+        yield "a rollout", {"weights": models["weights"]} | _at_first(run, planner)
+
+
+def _trained(optimizer: DictConfig, needs: Bytes) -> Bytes:
+    """Leave out moments that may be smaller than those of Adam."""
+    return needs | ({} if optimizer._target_ in ADAM else {"optimizer": 0})
+
+
+def _at_first(run: Run, planner: Planner) -> Bytes:
+    """Return the bytes of cache and records at the beginning of a rollout; warn of records that cost more.
+
+    Prompts count as the shortest, and a dense cache, which grows, as it is at first.
+    """
+    settings, cache, group = run.cfg.rollout, planner.cache, run.cfg.algorithm.group_size
+    most = min(FIRST_TOKENS if cache.is_dense else settings.max_new_tokens, settings.max_new_tokens)
+    n_prompts = settings.n_prompts // (settings.n_shards or planner.n_ranks)
+    asked = planner.policy, cache, (n_prompts, min(run.sizes.prompts))
+    begun, is_gpu = replace(settings, max_new_tokens=most), planner.card.is_gpu
+    needs = rollout_needs(*asked, begun, group, planner.dtype, is_gpu=is_gpu)
+    warning = explain_code_record(*asked, settings, group, planner.dtype)
+    if warning is not None and run.is_rank_zero:
+        log.warning(warning)
+    return {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
+
+
+def _say(run: Run, planner: Planner, row: Row) -> None:
+    """Say the peaks, and warn where responses of full length may not fit."""
+    usable, n_tokens = planner.card.usable, run.cfg.rollout.max_new_tokens
+    peaks = {"rollout": planner.rollout_bytes(row.cache, planner.sizes[-1]), "update": row.update}
+    totals = {phase: sum(needs.values()) for phase, needs in peaks.items()}
+    parts = (
+        f"{phase} {human_bytes(totals[phase])} (most: {max(needs, key=needs.__getitem__)})"
+        for phase, needs in peaks.items()
+    )
+    run.predicted = f"{', '.join(parts)}; usable {human_bytes(usable)}"
+    say(run.console, run.predicted, stage="memory")
+    if max(totals.values()) > usable:
+        advice = "; ".join(_advice(planner, row)) or "lower rollout.max_new_tokens"
+        log.warning("responses of all %d tokens may not fit (%s): %s", n_tokens, run.predicted, advice)
+    host, there = planner.host_bytes * _n_neighbours(run), available_memory()
+    if planner.card.is_gpu and host > there:
+        log.warning(
+            "records of responses of all %d tokens take %s of host memory, of which %s are left; lower "
+            "rollout.n_prompts",
+            *(n_tokens, human_bytes(host), human_bytes(there)),
+        )
+
+
+def passes_of(run: Run, models: Roles | PreTrainedModel) -> Passes:
+    """Return the passes of the learner beside models in memory, and a teacher's; they are counted here.
+
+    Args:
+        models: of RL, or the backbone of the SFT stage.
+    """
+    card, cfg, is_rl = _card(run), run.cfg, isinstance(models, Roles)
+    longest = max(run.sizes.prompts) + max(cfg.rollout.max_new_tokens, *run.sizes.solutions)
+    cfg = cfg if is_rl else replace(cfg, distillation=None)
+    given = cfg.fabric.tokens_per_pass, cfg.roles.gradient_checkpointing
+    with run.fabric.autocast():
+        backbone = models.backbone("policy") if isinstance(models, Roles) else models
+        count = PassBytes(backbone) if AUTO in given else None
+    n_prompt, n_ranks = longest - cfg.rollout.max_new_tokens, run.fabric.world_size
+    return Passes(cfg, models, count, card, n_prompt, n_ranks, run.pass_limit)
+
+
+def choose_checkpoints(run: Run, passes: Passes) -> Checkpoints:
+    """Return `roles.gradient_checkpointing`, or the fastest that fits on all ranks, which call this."""
+    chosen = passes.ways[run.ranks.all_reduce_max(passes.choose())]
+    if len(passes.ways) > 1:
+        log.info("roles.gradient_checkpointing=auto: %s", str(chosen).lower())
+    return chosen
+
+
+def tokens_per_pass(run: Run, passes: Passes, checkpoints: Checkpoints) -> int:
+    """Return `fabric.tokens_per_pass`, or what fits on all ranks, which call this."""
+    if run.cfg.fabric.tokens_per_pass != AUTO:
+        return passes.most
+    found = _least(run, passes.n_tokens(checkpoints))
+    log.info("fabric.tokens_per_pass=auto: %d", found)
+    return found
+
+
+def evaluation_rows(run: Run, models: Roles | PreTrainedModel, caches: Sequence[CacheSpec]) -> int:
+    """Return `evaluation.batch_size`, or the rows whose caches fit on all ranks, which call this.
+
+    Args:
+        models: those in memory.
+        caches: the caches to sample with, one at a time.
+    """
+    given = run.cfg.evaluation.batch_size
+    if given != AUTO:
+        return int(given)
+    passes = Passes(run.cfg, models, None, _card(run), 0, run.fabric.world_size)
+    asked = (1, max(run.sizes.prompts)), run.cfg.rollout, 1
+    needed = max(sum(rollout_needs(passes.policy, cache, *asked).values()) for cache in caches)
+    found = _least(run, max(min(MAX_ROWS, int(FOR_CACHE * passes.room) // needed), 1))
+    log.info("evaluation.batch_size=auto: %d", found)
+    return found
+
+
+def _least(run: Run, number: int) -> int:
+    """Return the smallest of the ranks' numbers."""
+    return -run.ranks.all_reduce_max(-number)
+
+
+def _n_neighbours(run: Run) -> int:
+    """Return the processes of the run on this machine."""
+    n_nodes = getattr(run.fabric.strategy, "num_nodes", 1)  # a single process has no such number
+    return max(run.fabric.world_size // n_nodes, 1)
+
+
+def _card(run: Run) -> Card:
+    """Return the device of this process, of a CPU its share, without a teacher's bytes."""
+    card, distillation = own_card(run.fabric.device, _n_neighbours(run)), run.parts.distillation
+    teacher = distillation.teacher if isinstance(distillation, ModelDistillation) else None
+    n_bytes = 0 if teacher is None else sum(weight.nbytes for weight in teacher.parameters())
+    return replace(card, memory=card.memory - n_bytes)
