@@ -165,6 +165,7 @@ def fit(
     options = {} if choices is None else choices.options
     for line in header(cfg, run_dir, run.fabric.world_size, run.fabric.device, options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    check_memory(run, start)
     run.begin()
     outputs = RunOutputs(run)
     if choices is not None and run.is_rank_zero:
@@ -172,7 +173,6 @@ def fit(
     check_sources(run.resume_from, cfg)
     with outputs.open():
         # 2. stages: sft, evaluation, rl, evaluation
-        check_memory(run, start)
         start = make_starting_model(run, start)
         module = make_policy(run, start)
         backbone = broadcast_from_rank_zero(run.fabric, lambda: backbone_id(start))

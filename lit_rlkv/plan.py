@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lit_rlkv.cli import compose_arguments, run_command
@@ -94,7 +94,8 @@ def plan(asked: PlanArguments) -> None:
     n_own = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) and cfg.fabric.devices > 0 else 1
     with as_config_errors("cache"):
         CacheSpec.of(cfg.cache)
-    card, roles = find_card(asked.gpu, n_own), roles_of(cfg)
+    card, roles = find_card(asked.gpu), roles_of(cfg)
+    card = card if card.is_gpu else replace(card, memory=card.memory // n_own)
     planner = Planner(
         cfg, roles, pass_bytes_of(roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )

@@ -63,19 +63,16 @@ CARDS = {
 """By the makers' data sheets: A100 of 80 GB, H100 and H200 SXM; memory as the driver reports it, about."""
 
 
-def find_card(name: str | None, n_processes: int = 1) -> Card:
+def find_card(name: str | None) -> Card:
     """Return a card by its name or by its gigabytes; None: the device of this machine.
 
     A card of so many gigabytes has the speed of the one in `CARDS` whose memory is nearest.
-
-    Args:
-        n_processes: that share this machine's memory, if it has no CUDA.
 
     Raises:
         ConfigError: there is none of this name.
     """
     if name is None:
-        return own_card(torch.device("cuda" if torch.cuda.is_available() else "cpu"), n_processes)
+        return own_card(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     known = {_plain(one): card for one, card in CARDS.items()}
     plain = _plain(name)
     found = known.get(plain) or known.get(f"rtx{plain}") or known.get(_plain(SIZE_AFTER.sub("", name)))
@@ -92,14 +89,10 @@ def find_card(name: str | None, n_processes: int = 1) -> Card:
     return replace(like, name=f"{size[1]} GB (as fast as {like.name})", memory=memory)
 
 
-def own_card(device: torch.device, n_processes: int = 1) -> Card:
-    """Return a device of this machine.
-
-    Args:
-        n_processes: that share the memory of a CPU.
-    """
+def own_card(device: torch.device) -> Card:
+    """Return a device of this machine."""
     if device.type != "cuda":
-        return Card("this machine's CPU", machine_memory() // n_processes, is_gpu=False)
+        return Card("this machine's CPU", machine_memory(), is_gpu=False)
     name = torch.cuda.get_device_name(device)
     memory = int(torch.cuda.get_device_properties(device).total_memory)
     words = [_plain(word) for word in re.findall(r"\w+", name)]
@@ -118,11 +111,7 @@ def machine_memory() -> int:
 
 
 def available_memory(n_processes: int = 1) -> int:
-    """Return the bytes of this machine's memory that this process may hope for.
-
-    Args:
-        n_processes: that share what the machine has left.
-    """
+    """Return the bytes that one of so many processes may hope for of what this machine has left."""
     left = psutil.virtual_memory().available + psutil.swap_memory().free
     found = [min(machine_memory(), left) // n_processes]
     if psutil.LINUX:

@@ -120,15 +120,10 @@ class Passes:
         n_layers = int(text_config(self.policy).num_hidden_layers)
         return {"gathered weights": n_bytes if is_whole else 2 * n_bytes // n_layers}
 
-    @cached_property
-    def resident(self) -> Bytes:
-        """Bytes of the models while the learner learns."""
-        return self.model_bytes | self.gathered(is_whole=False)
-
     @property
     def room(self) -> int:
-        """Bytes of the device beside them."""
-        return self.card.usable - sum(self.resident.values())
+        """Bytes of the device beside the models while the learner learns."""
+        return self.card.usable - sum((self.model_bytes | self.gathered(is_whole=False)).values())
 
     def recorded_bytes(self, time_bytes: int) -> int:
         """Return the bytes of a token in the record: when its keys are evicted, and their codes."""
@@ -148,19 +143,12 @@ class Passes:
     def n_graphs(self) -> int:
         """Forwards of a pass that wait for their backward: with PPO's critic, and what distillation adds."""
         more = 0 if self.cfg.distillation is None else build(self.cfg.distillation).n_graphs
-        return int(1 + more + (not self.separate_passes))
+        return int(1 + more + (not self.cfg.algorithm.loss.get("separate_passes", True)))
 
-    @property
-    def separate_passes(self) -> bool:
-        """False if policy and critic learn in one pass."""
-        return bool(self.cfg.algorithm.loss.get("separate_passes", True))
-
-    def size_of(self, n_rows: int, checkpoints: Checkpoints) -> int:
-        """Return the bytes of a pass of rows of the longest sequence."""
-        return sum(self.needs(n_rows, self.n_columns, checkpoints).values())
-
-    def _fits(self, n_rows: int, checkpoints: Checkpoints) -> bool:
-        return (1 + MARGIN) * self.size_of(n_rows, checkpoints) <= self.room
+    def fits(self, n_rows: int, checkpoints: Checkpoints, margin: float = MARGIN) -> bool:
+        """Return True if a pass of rows of the longest sequence fits."""
+        needs = self.needs(n_rows, self.n_columns, checkpoints)
+        return (1 + margin) * sum(needs.values()) <= self.room
 
     @property
     def most(self) -> int:
@@ -186,14 +174,14 @@ class Passes:
         """
         sizes = {False: max(self.most // self.n_columns, 1)}
         for number, way in enumerate(self.ways[:-1]):
-            if (way or self.limit == TOKENS_PER_PASS) and self._fits(sizes.get(way, 1), way):
+            if (way or self.limit == TOKENS_PER_PASS) and self.fits(sizes.get(way, 1), way):
                 return number
         return len(self.ways) - 1
 
     def n_tokens(self, checkpoints: Checkpoints) -> int:
         """Return the tokens of the largest pass that fits with its margin, at least of one sequence."""
         sizes = range(2, -(-self.most // self.n_columns) + 1)
-        n_rows = 1 + bisect(sizes, False, key=lambda n: not self._fits(n, checkpoints))
+        n_rows = 1 + bisect(sizes, False, key=lambda n: not self.fits(n, checkpoints))
         return min(self.most, n_rows * self.n_columns)
 
     def longest(self) -> int:

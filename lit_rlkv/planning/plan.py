@@ -94,15 +94,10 @@ class Planner(Passes):
         group, sizes = self.cfg.algorithm.group_size, self.sizes
         n_fitting = bisect(sizes, self.card.usable, key=lambda n: sum(self.rollout_bytes(cache, n).values()))
         n_rows = sizes[n_fitting - 1] if n_fitting else 0
-        n_tokens = self.n_tokens(self.checkpoints) if self.size_of(1, self.checkpoints) <= self.room else 0
-        return Row(
-            cache,
-            n_rows,
-            self.rollout_bytes(cache, n_rows or group),
-            self.update_bytes(max(n_tokens // self.n_columns, 1)),
-            n_tokens,
-            *(self._seconds(cache, n_rows) if n_rows and n_tokens else (None, None)),
-        )
+        n_tokens = self.n_tokens(self.checkpoints) if self.fits(1, self.checkpoints, margin=0) else 0
+        seconds = self._seconds(cache, n_rows) if n_rows and n_tokens else (None, None)
+        update = self.update_bytes(max(n_tokens // self.n_columns, 1))
+        return Row(cache, n_rows, self.rollout_bytes(cache, n_rows or group), update, n_tokens, *seconds)
 
     @property
     def sizes(self) -> range:
@@ -114,16 +109,8 @@ class Planner(Passes):
     def rollout_bytes(self, cache: CacheSpec, n_rows: int) -> Bytes:
         """Return the bytes at the peak of a rollout of so many rows at a time."""
         group = self.cfg.algorithm.group_size
-        needs = rollout_needs(
-            self.policy,
-            cache,
-            (-(-n_rows // group), self.n_prompt),
-            self.cfg.rollout,
-            group,
-            self.dtype,
-            is_gpu=self.card.is_gpu,
-            n_responses=self.n_responses,
-        )
+        asked = self.policy, cache, (-(-n_rows // group), self.n_prompt), self.cfg.rollout, group, self.dtype
+        needs = rollout_needs(*asked, is_gpu=self.card.is_gpu, n_responses=self.n_responses)
         models = {what: n for what, n in self.model_bytes.items() if what != "gradients"}
         # Prompts are read before the first step.
         if needs[PREFILL] < needs[STEP]:
@@ -134,7 +121,11 @@ class Planner(Passes):
 
     def update_bytes(self, n_rows: int) -> Bytes:
         """Return the bytes at the peak of a pass of the learner; with `host` those of the device."""
-        return self.resident | self.needs(n_rows, self.n_columns, self.checkpoints)
+        return (
+            self.model_bytes
+            | self.gathered(is_whole=False)
+            | self.needs(n_rows, self.n_columns, self.checkpoints)
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -184,8 +175,8 @@ class Planner(Passes):
         place = sizes.index(row.n_rows) + 1 if row.n_rows else 2
         counts = [sizes[n - 1] for n in (place // 2, place, 2 * place) if 1 <= n <= len(sizes)]
 
-        def needed(budget: int, n_rows: int) -> int:
-            return sum(self.rollout_bytes(replace(own, budget=budget), n_rows).values())
+        def needed(n_keys: int, n_rows: int) -> int:
+            return sum(self.rollout_bytes(replace(own, budget=n_keys), n_rows).values())
 
         fitting = {n: bisect(budgets, self.card.usable, key=lambda b: needed(b, n)) for n in counts}
         return {n_rows: budgets[n - 1] for n_rows, n in fitting.items() if n}
@@ -227,7 +218,8 @@ class Planner(Passes):
             trains_all=self.trains_all,
             recomputes=bool(self.checkpoints),
             n_scorings=len(self.roles.needed),
-            n_learners=self.n_graphs + ("value" in self.roles.needed and self.separate_passes),
+            n_learners=self.n_graphs
+            + ("value" in self.roles.needed and self.cfg.algorithm.loss.get("separate_passes", True)),
         )
 
     def _weights(self, n_rows: int) -> tuple[int, int]:

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
-from lit_rlkv.config import AUTO, ConfigError
+from lit_rlkv.config import AUTO, require
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.hydra import Roles
@@ -55,106 +54,92 @@ def check_memory(run: Run, start: str | Path | None) -> None:
     except ValueError as error:  # the loaded model says more of what is wrong with it
         log.info("memory is not planned: %s", error)
         return
+    advice = [*planner.settings(row), *(f"{one.setting}: {one.effect}" for one in planner.changes(row))]
     there = _least(run, card.memory if card.is_gpu else available_memory(_n_neighbours(run)))
     for what, needs in needed:
-        if sum(needs.values()) > there:
-            parts = (f"{human_bytes(n)} for the {part}{_change(part)}" for part, n in needs.items())
-            advice = _advice(planner, row) or [
-                "take a smaller model, or more devices and fabric.strategy=fsdp2"
-            ]
-            raise ConfigError(
-                f"{what} needs at least {', '.join(parts)}, more than the {human_bytes(there)} of memory "
-                f"here; {'; '.join(advice)}"
-            )
+        parts = [
+            f"{human_bytes(n)} for the {part}" + f" (change {SETTINGS.get(part)})" * (part in SETTINGS)
+            for part, n in needs.items()
+        ]
+        require(
+            sum(needs.values()) <= there,
+            f"{what} needs at least {', '.join(parts)}, more than the {human_bytes(there)} of memory here; "
+            + "; ".join(advice or ["take a smaller model, or more devices and fabric.strategy=fsdp2"]),
+        )
     if "rl" in cfg.stages and run.is_rank_zero:
-        _say(run, planner, row)
-
-
-def _change(part: str) -> str:
-    return f" (change {SETTINGS[part]})" if part in SETTINGS else ""
-
-
-def _advice(planner: Planner, row: Row) -> list[str]:
-    """Return the settings of the plan with which more fits."""
-    found = [f"{change.setting}: {change.effect}" for change in planner.changes(row)]
-    return [*planner.settings(row), *found]
+        _say(run, planner, row, advice or ["lower rollout.max_new_tokens"])
 
 
 def _needed(run: Run, planner: Planner, *, has_sft: bool) -> Iterator[tuple[str, Bytes]]:
     """Yield what a run does and the bytes that it needs at least."""
-    cfg, models = run.cfg, dict(planner.model_bytes)
+    cfg, needs = run.cfg, dict(planner.model_bytes)
     if cfg.fabric.quantization is not None:  # bytes of a weight in 4 bits are an estimate
-        models["weights"] = int(models["weights"] / (1 + MARGIN))
+        needs["weights"] = int(needs["weights"] / (1 + MARGIN))
     if "sft" in cfg.stages and has_sft:
         names = planner.policy.named_parameters()
         n_bytes = sum(weight.nbytes for name, weight in names if "lora_" not in name)
         n_bytes //= planner.n_ranks if planner.is_sharded else 1
-        yield "the SFT stage", _trained(cfg.sft.optimizer, dict.fromkeys(models, n_bytes))
+        has_adam = cfg.sft.optimizer._target_ in ADAM
+        yield "the SFT stage", dict(zip(needs, (n_bytes, n_bytes, 2 * n_bytes * has_adam), strict=True))
     if "rl" in cfg.stages:
-        yield "the update", _trained(cfg.optimizer, models)
-        yield "a rollout", {"weights": models["weights"]} | _at_first(run, planner)
-
-
-def _trained(optimizer: DictConfig, needs: Bytes) -> Bytes:
-    """Leave out moments that may be smaller than those of Adam."""
-    return needs | ({} if optimizer._target_ in ADAM else {"optimizer": 0})
+        yield "a rollout", {"weights": needs["weights"]} | _at_first(run, planner)
+        yield "the update", needs if cfg.optimizer._target_ in ADAM else needs | {"optimizer": 0}
 
 
 def _at_first(run: Run, planner: Planner) -> Bytes:
-    """Return the bytes of cache and records at the beginning of a rollout; warn of records that cost more.
+    """Return the bytes of cache and records as a rollout begins, and warn of a record that does not pay.
 
     Prompts count as the shortest, and a dense cache, which grows, as it is at first.
     """
     settings, cache, group = run.cfg.rollout, planner.cache, run.cfg.algorithm.group_size
     most = min(FIRST_TOKENS if cache.is_dense else settings.max_new_tokens, settings.max_new_tokens)
     n_prompts = settings.n_prompts // (settings.n_shards or planner.n_ranks)
-    asked = planner.policy, cache, (n_prompts, min(run.sizes.prompts))
-    begun, is_gpu = replace(settings, max_new_tokens=most), planner.card.is_gpu
-    needs = rollout_needs(*asked, begun, group, planner.dtype, is_gpu=is_gpu)
-    warning = explain_code_record(*asked, settings, group, planner.dtype)
+    shape, is_gpu = (n_prompts, min(run.sizes.prompts)), planner.card.is_gpu
+
+    def needs(cache: CacheSpec, n_tokens: int) -> Bytes:
+        begun = replace(settings, max_new_tokens=n_tokens)
+        return rollout_needs(planner.policy, cache, shape, begun, group, planner.dtype, is_gpu=is_gpu)
+
+    plain = replace(cache, dtype=None)
+    whole = (needs(one, settings.max_new_tokens) for one in (cache, plain))
+    warning = explain_code_record(*whole, cache, settings, shape[1])
     if warning is not None and run.is_rank_zero:
         log.warning(warning)
-    return {what: needs[what] for what in (CACHE, *RECORDS) if what in needs}
+    return {what: n for what, n in needs(cache, most).items() if what in (CACHE, *RECORDS)}
 
 
-def _say(run: Run, planner: Planner, row: Row) -> None:
+def _say(run: Run, planner: Planner, row: Row, advice: Sequence[str]) -> None:
     """Say the peaks, and warn where responses of full length may not fit."""
-    usable, n_tokens = planner.card.usable, run.cfg.rollout.max_new_tokens
-    peaks = {"rollout": planner.rollout_bytes(row.cache, planner.sizes[-1]), "update": row.update}
-    totals = {phase: sum(needs.values()) for phase, needs in peaks.items()}
-    parts = (
-        f"{phase} {human_bytes(totals[phase])} (most: {max(needs, key=needs.__getitem__)})"
-        for phase, needs in peaks.items()
+    rollout, usable = planner.rollout_bytes(row.cache, planner.sizes[-1]), planner.card.usable
+    host, there = planner.host_bytes * _n_neighbours(run) * planner.card.is_gpu, available_memory()
+    peaks = (
+        f"{phase} {human_bytes(sum(needs.values()))} (most: {max(needs, key=needs.__getitem__)})"
+        for phase, needs in (("rollout", rollout), ("update", row.update))
     )
-    run.predicted = f"{', '.join(parts)}; usable {human_bytes(usable)}"
+    run.predicted = f"{', '.join(peaks)}; usable {human_bytes(usable)}"
+    if host:
+        run.predicted += f"; records {human_bytes(host)} of {human_bytes(there)} left on the host"
     say(run.console, run.predicted, stage="memory")
-    if max(totals.values()) > usable:
-        advice = "; ".join(_advice(planner, row)) or "lower rollout.max_new_tokens"
-        log.warning("responses of all %d tokens may not fit (%s): %s", n_tokens, run.predicted, advice)
-    host, there = planner.host_bytes * _n_neighbours(run), available_memory()
-    if planner.card.is_gpu and host > there:
+    if max(sum(rollout.values()), sum(row.update.values())) > usable or host > there:
         log.warning(
-            "records of responses of all %d tokens take %s of host memory, of which %s are left; lower "
-            "rollout.n_prompts",
-            *(n_tokens, human_bytes(host), human_bytes(there)),
+            "responses of all %d tokens may not fit: %s", run.cfg.rollout.max_new_tokens, "; ".join(advice)
         )
 
 
 def passes_of(run: Run, models: Roles | PreTrainedModel) -> Passes:
-    """Return the passes of the learner beside models in memory, and a teacher's; they are counted here.
+    """Return the passes of the learner beside its models in memory, counted if one is to be chosen.
 
     Args:
-        models: of RL, or the backbone of the SFT stage.
+        models: the roles, or the backbone that the SFT stage trains.
     """
-    card, cfg, is_rl = _card(run), run.cfg, isinstance(models, Roles)
-    longest = max(run.sizes.prompts) + max(cfg.rollout.max_new_tokens, *run.sizes.solutions)
-    cfg = cfg if is_rl else replace(cfg, distillation=None)
-    given = cfg.fabric.tokens_per_pass, cfg.roles.gradient_checkpointing
+    cfg, given = run.cfg, (run.cfg.fabric.tokens_per_pass, run.cfg.roles.gradient_checkpointing)
+    n_prompt = max(run.sizes.prompts) + max(0, *(n - cfg.rollout.max_new_tokens for n in run.sizes.solutions))
+    passes = Passes(
+        cfg if isinstance(models, Roles) else replace(cfg, distillation=None),
+        *(models, None, _card(run), n_prompt, run.fabric.world_size, run.pass_limit),
+    )
     with run.fabric.autocast():
-        backbone = models.backbone("policy") if isinstance(models, Roles) else models
-        count = PassBytes(backbone) if AUTO in given else None
-    n_prompt, n_ranks = longest - cfg.rollout.max_new_tokens, run.fabric.world_size
-    return Passes(cfg, models, count, card, n_prompt, n_ranks, run.pass_limit)
+        return replace(passes, pass_bytes=PassBytes(passes.policy)) if AUTO in given else passes
 
 
 def choose_checkpoints(run: Run, passes: Passes) -> Checkpoints:
@@ -205,7 +190,7 @@ def _n_neighbours(run: Run) -> int:
 
 def _card(run: Run) -> Card:
     """Return the device of this process, of a CPU its share, without a teacher's bytes."""
-    card, distillation = own_card(run.fabric.device, _n_neighbours(run)), run.parts.distillation
+    card, distillation = own_card(run.fabric.device), run.parts.distillation
     teacher = distillation.teacher if isinstance(distillation, ModelDistillation) else None
     n_bytes = 0 if teacher is None else sum(weight.nbytes for weight in teacher.parameters())
-    return replace(card, memory=card.memory - n_bytes)
+    return replace(card, memory=card.memory // (1 if card.is_gpu else _n_neighbours(run)) - n_bytes)

@@ -157,7 +157,7 @@ def test_a_size_has_the_speed_of_the_nearest_card():
 )
 def test_a_card_of_this_machine_has_its_own_speed_or_none(monkeypatch, name, gib, like):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     properties = SimpleNamespace(total_memory=int(gib * GIB))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: properties)
     found = find_card(None)
