@@ -101,7 +101,7 @@ def plan(asked: PlanArguments) -> None:
     )
     with as_config_errors("plan"):
         check_length(planner.policy, planner.n_columns)
-        rows = planner.rows()
+        rows = [planner.row(cache) for cache in planner.caches()]
         chosen = next(row for row in rows if row.cache == planner.cache)
         changes = planner.changes(chosen)
     settings = [*asked.overrides, *planner.settings(chosen)]

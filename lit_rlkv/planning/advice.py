@@ -82,7 +82,7 @@ def explain_scoring(
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
     helps = ["set roles.stack_passes=false"] if stacks_passes else []
-    return _explain_pass("scoring", shape, settings, tokens_per_pass, helps)
+    return _explain_pass("scoring", shape, tokens_per_pass, helps, settings)
 
 
 def explain_update(
@@ -93,24 +93,24 @@ def explain_update(
     helps = keeping_less(roles.checkpoints_layers, roles.backbone("policy").device)
     helps.append("train fewer parameters (roles=hydra, roles.rank)")
     beside = f", and {n_trained:,} parameters that train"
-    return _explain_pass("the update", shape, settings, tokens_per_pass, helps, beside)
+    return _explain_pass("the update", shape, tokens_per_pass, helps, settings, beside)
 
 
 def _explain_pass(
     where: str,
     shape: tuple[int, int],
-    settings: RolloutConfig,
-    tokens_per_pass: int,
+    most: int,
     helps: Sequence[str],
-    beside: str = "",
+    settings: RolloutConfig,
+    end: str = "",
 ) -> str:
     n_rows, n_columns = shape
-    n_tokens = min(tokens_per_pass, n_rows * n_columns)
+    n_tokens = min(most, n_rows * n_columns)
     smaller = [f"set fabric.tokens_per_pass below {n_tokens}"] if n_tokens >= 2 * n_columns else []
     others = ", ".join((*smaller, *helps))
     return (
         f"out of memory in {where}, {max(n_tokens // n_columns, 1)} of {n_rows} sequences of up to "
-        f"{n_columns} tokens at a time{beside}; {others}{', or ' if others else ''}lower "
+        f"{n_columns} tokens at a time{end}; {others}{', or ' if others else ''}lower "
         f"rollout.max_new_tokens={settings.max_new_tokens}"
     )
 

@@ -15,6 +15,7 @@ from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.models.layouts import LAYOUTS
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
@@ -143,7 +144,13 @@ class Passes:
     def n_graphs(self) -> int:
         """Forwards of a pass that wait for their backward: with PPO's critic, and what distillation adds."""
         more = 0 if self.cfg.distillation is None else build(self.cfg.distillation).n_graphs
-        return int(1 + more + (not self.cfg.algorithm.loss.get("separate_passes", True)))
+        shares_critic = LAYOUTS[self.cfg.roles.layout].shares_critic
+        return 1 + int(more) + (not self.separate_passes and not shares_critic)
+
+    @property
+    def separate_passes(self) -> bool:
+        """False if policy and critic learn in one pass."""
+        return bool(self.cfg.algorithm.loss.get("separate_passes", True))
 
     def fits(self, n_rows: int, checkpoints: Checkpoints, margin: float = MARGIN) -> bool:
         """Return True if a pass of rows of the longest sequence fits."""
@@ -172,9 +179,9 @@ class Passes:
         All activations must fit in the largest pass, anything less for one sequence; after a pass that ran
         out of memory, not all are kept.
         """
-        sizes = {False: max(self.most // self.n_columns, 1)}
+        n_rows = max(self.most // self.n_columns, 1)
         for number, way in enumerate(self.ways[:-1]):
-            if (way or self.limit == TOKENS_PER_PASS) and self.fits(sizes.get(way, 1), way):
+            if (way or self.limit == TOKENS_PER_PASS) and self.fits(1 if way else n_rows, way):
                 return number
         return len(self.ways) - 1
 
@@ -186,4 +193,5 @@ class Passes:
 
     def longest(self) -> int:
         """Return the tokens of the longest sequence that the learner takes, to 128; 0: none."""
-        return longest(lambda n: sum(self.needs(1, n, self.ways[-1]).values()), self.room)
+        keeps = self.ways[-1]
+        return longest(lambda n: sum(self.needs(1, n, keeps).values()), self.room)

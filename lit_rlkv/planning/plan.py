@@ -45,14 +45,6 @@ class Row:
         return self.n_rows > 0 and self.tokens_per_pass > 0
 
 
-@dataclass(frozen=True)
-class Change:
-    """A setting that would let a run fit, or more of it at a time."""
-
-    setting: str
-    effect: str
-
-
 class Planner(Passes):
     """Plans one run on one card: rollouts, passes and seconds."""
 
@@ -65,10 +57,6 @@ class Planner(Passes):
     def trains_all(self) -> bool:
         """True if whole backbones learn, not adapters."""
         return LAYOUTS[self.cfg.roles.layout].trains_backbones
-
-    def rows(self) -> list[Row]:
-        """Return the plan with all keys, and with twice, all and half of the budget."""
-        return [self.row(cache) for cache in self.caches()]
 
     def caches(self) -> Iterator[CacheSpec]:
         """Yield the caches to compare: all keys, and the configured one with more and fewer."""
@@ -138,16 +126,15 @@ class Planner(Passes):
         """The activations kept for the backward pass; of `auto` the fastest choice that fits."""
         return self.ways[self.choose()]
 
-    def changes(self, row: Row) -> list[Change]:
-        """Return settings with which more rows or longer sequences fit, or any at all."""
-        found, own_longest = [], self.longest()
+    def changes(self, row: Row) -> dict[str, str]:
+        """Return settings with which more rows or longer sequences fit, or any at all, with their effects."""
+        found, own_longest = {}, self.longest()
         for setting, cfg in self._other_configs():
             planner = replace(self, cfg=cfg)
             other, longest = planner.row(planner.cache), planner.longest()
             if other.n_rows > row.n_rows or longest > own_longest:
                 helps = "it fits: " if row.fits < other.fits else "" if other.fits else "not enough alone: "
-                effect = f"{other.n_rows} rows at a time, {longest:,} tokens learn"
-                found.append(Change(setting, helps + effect))
+                found[setting] = f"{helps}{other.n_rows} rows at a time, {longest:,} tokens learn"
         return found
 
     def _other_configs(self) -> Iterator[tuple[str, Config]]:
@@ -218,8 +205,7 @@ class Planner(Passes):
             trains_all=self.trains_all,
             recomputes=bool(self.checkpoints),
             n_scorings=len(self.roles.needed),
-            n_learners=self.n_graphs
-            + ("value" in self.roles.needed and self.cfg.algorithm.loss.get("separate_passes", True)),
+            n_learners=self.n_graphs + ("value" in self.roles.needed and self.separate_passes),
         )
 
     def _weights(self, n_rows: int) -> tuple[int, int]:

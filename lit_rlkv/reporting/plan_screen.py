@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.models.backbone import n_kv_heads, optional_setting, text_config
-from lit_rlkv.planning.plan import Change, Planner, Row
+from lit_rlkv.planning.plan import Planner, Row
 from lit_rlkv.reporting.tables import make_table
 from lit_rlkv.units import human_bytes, human_seconds
 
@@ -18,7 +18,7 @@ LEAST_SHOWN = 2**26
 
 
 def screen(
-    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Mapping[str, str], command: str
 ) -> RenderableType:
     """Return the plan for people, in about twenty lines.
 
@@ -34,7 +34,7 @@ def screen(
         f"update: {_parts(chosen.update)}",
         f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}",
         *_budgets(planner, chosen),
-        *(f"{change.setting}: {change.effect}" for change in changes),
+        *(f"{setting}: {effect}" for setting, effect in changes.items()),
         *_remarks(planner),
         command if chosen.fits else "it does not fit: change one of the settings above",
     ]
@@ -111,7 +111,7 @@ def _remarks(planner: Planner) -> Iterator[str]:
 
 
 def as_values(
-    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change]
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the plan for programs; sizes are bytes, times seconds."""
     return {
@@ -137,5 +137,5 @@ def as_values(
             for row in rows
         ],
         "most_keys": planner.most_keys(chosen),
-        "changes": {change.setting: change.effect for change in changes},
+        "changes": dict(changes),
     }

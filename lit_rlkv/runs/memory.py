@@ -54,7 +54,7 @@ def check_memory(run: Run, start: str | Path | None) -> None:
     except ValueError as error:  # the loaded model says more of what is wrong with it
         log.info("memory is not planned: %s", error)
         return
-    advice = [*planner.settings(row), *(f"{one.setting}: {one.effect}" for one in planner.changes(row))]
+    advice = [*planner.settings(row), *map(": ".join, planner.changes(row).items())]
     there = _least(run, card.memory if card.is_gpu else available_memory(_n_neighbours(run)))
     for what, needs in needed:
         parts = [
@@ -100,9 +100,8 @@ def _at_first(run: Run, planner: Planner) -> Bytes:
         begun = replace(settings, max_new_tokens=n_tokens)
         return rollout_needs(planner.policy, cache, shape, begun, group, planner.dtype, is_gpu=is_gpu)
 
-    plain = replace(cache, dtype=None)
-    whole = (needs(one, settings.max_new_tokens) for one in (cache, plain))
-    warning = explain_code_record(*whole, cache, settings, shape[1])
+    with_codes, plain = (needs(one, settings.max_new_tokens) for one in (cache, replace(cache, dtype=None)))
+    warning = explain_code_record(with_codes, plain, cache, settings, shape[1])
     if warning is not None and run.is_rank_zero:
         log.warning(warning)
     return {what: n for what, n in needs(cache, most).items() if what in (CACHE, *RECORDS)}

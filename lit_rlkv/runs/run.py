@@ -234,10 +234,7 @@ class Run:
 
     @contextmanager
     def smaller_passes_after_failure(self) -> Iterator[None]:
-        """After a pass that did not fit in memory, let the run resume with half of its tokens.
-
-        The error then says the peak of memory beside the one that was predicted.
-        """
+        """Say the peak of memory beside the predicted one in an error, and resume with half of the pass."""
         try:
             yield
         except MemoryExhaustedError as error:

@@ -78,7 +78,7 @@ def test_the_largest_budgets_are_those_that_still_fit(capsys, tmp_path):
     asked = [*LONG, f"model.path={tmp_path}", "gpu=5GB"]
     found = planned(capsys, *asked)
     chosen, most = by_budget(found)[1024]["rows"], found["most_keys"]
-    assert [*map(int, most)] == [chosen // 16 * 8, chosen, 2 * chosen]
+    assert [*map(int, most)] == [chosen // 16 * 8, chosen]  # twice as many have no room for their records
     assert [*most.values()] == sorted(most.values(), reverse=True)
     assert most[str(chosen)] >= 1024
 

@@ -82,6 +82,20 @@ def test_auto_fills_the_memory_beside_weights_gradients_and_moments(tmp_path, ha
     assert fitting(100_000) == TOKENS_PER_PASS
 
 
+@pytest.mark.parametrize(
+    ("layout", "separate_passes", "n_graphs"),
+    [("hydra", True, 2), ("hydra", False, 3), ("j_hydra", False, 2), ("ppo", False, 3)],
+)
+def test_forwards_that_wait_together_are_counted(tmp_path, layout, separate_passes, n_graphs):
+    options = ["algorithm=ppo", f"roles.layout={layout}", f"algorithm.loss.separate_passes={separate_passes}"]
+    found = passes_of(make_context(tmp_path, *options), make_roles())
+    assert found.n_graphs == n_graphs  # with that of distillation
+    row = found.needs(1, 20, False)["kept"]
+    assert row == n_graphs * found.pass_bytes.of_pass(1, 20, False)["kept"]
+    alone = passes_of(make_context(tmp_path, "algorithm=ppo"), make_model())  # SFT distils nothing
+    assert alone.n_graphs == 1
+
+
 def in_room(found, room):
     """Return the passes with so many bytes beside the models."""
     card = replace(
