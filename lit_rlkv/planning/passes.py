@@ -144,8 +144,9 @@ class Passes:
     def n_graphs(self) -> int:
         """Forwards of a pass that wait for their backward: with PPO's critic, and what distillation adds."""
         more = 0 if self.cfg.distillation is None else build(self.cfg.distillation).n_graphs
-        shares_critic = LAYOUTS[self.cfg.roles.layout].shares_critic
-        return 1 + int(more) + (not self.separate_passes and not shares_critic)
+        layout = LAYOUTS[self.cfg.roles.layout]
+        is_shared = all(part["policy"] == part["value"] for part in (layout.backbone, layout.adapter))
+        return 1 + int(more) + (not self.separate_passes and not is_shared)
 
     @property
     def separate_passes(self) -> bool:

@@ -35,7 +35,7 @@ from lit_rlkv.runs.memory import (
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.run import Run, load_pass_limit
 from tests.forks import ended
-from tests.hand_built import make_roles
+from tests.hand_built import make_model, make_roles
 from tests.saved_models import save_checkpoint
 from tests.whole_runs import TINY, config
 
