@@ -33,9 +33,8 @@ def screen(
         f"rollout: {_parts(chosen.rollout)}",
         f"update: {_parts(chosen.update)}",
         f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}",
-        *_budgets(planner, chosen),
         *(f"{setting}: {effect}" for setting, effect in changes.items()),
-        *_remarks(planner),
+        *_remarks(planner, chosen),
         command if chosen.fits else "it does not fit: change one of the settings above",
     ]
     return Group(*lines, *(Text(each) for each in said))
@@ -77,12 +76,6 @@ def _cells(planner: Planner, row: Row, is_chosen: bool) -> list[str]:
     return [row.cache.label, str(row.n_rows or "–"), *peaks, *times, note]
 
 
-def _budgets(planner: Planner, chosen: Row) -> Iterator[str]:
-    if found := planner.most_keys(chosen):
-        each = (f"{budget:,} with {n_rows} rows at a time" for n_rows, budget in found.items())
-        yield f"the largest cache.budget that fits: {', '.join(each)}"
-
-
 def _positions(planner: Planner) -> str:
     """Return what the model itself allows, if that is less."""
     most = optional_setting(text_config(planner.policy), "max_position_embeddings")
@@ -99,7 +92,10 @@ def _count(n_weights: int) -> str:
     return f"{n_weights / 1e9:.3g}B" if n_weights >= 1e8 else f"{n_weights / 1e6:.3g}M"
 
 
-def _remarks(planner: Planner) -> Iterator[str]:
+def _remarks(planner: Planner, chosen: Row) -> Iterator[str]:
+    if most := planner.most_keys(chosen):
+        each = (f"{budget:,} with {n_rows} rows at a time" for n_rows, budget in most.items())
+        yield f"the largest cache.budget that fits: {', '.join(each)}"
     if planner.card.is_gpu:
         yield f"in host memory: records of all responses, {human_bytes(planner.host_bytes)}"
     if not planner.cache.is_dense and planner.cache.n_slots(planner.n_columns) >= planner.n_columns:

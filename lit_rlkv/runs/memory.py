@@ -159,12 +159,7 @@ def tokens_per_pass(run: Run, passes: Passes, checkpoints: Checkpoints) -> int:
 
 
 def evaluation_rows(run: Run, models: Roles | PreTrainedModel, caches: Sequence[CacheSpec]) -> int:
-    """Return `evaluation.batch_size`, or the rows whose caches fit on all ranks, which call this.
-
-    Args:
-        models: those in memory.
-        caches: the caches to sample with, one at a time.
-    """
+    """Return `evaluation.batch_size`, or the rows whose largest cache fits on all ranks, which call this."""
     given = run.cfg.evaluation.batch_size
     if given != AUTO:
         return int(given)

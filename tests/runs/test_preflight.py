@@ -261,5 +261,3 @@ def test_an_option_of_another_type_is_told_without_internals_of_python(tmp_path)
         ConfigError, match=r"AdamW does not take .*betas=0\.9.*: one is of another type than it"
     ):
         config(tmp_path, "optimizer.betas=0.9")
-    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'beta'"):
-        config(tmp_path, "+optimizer.beta=0.9")
