@@ -37,6 +37,7 @@ from lit_rlkv.models.adapters import LoraSpec, add_adapter
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import layer_kinds, n_kv_heads
 from lit_rlkv.models.pass_bytes import PassBytes
+from lit_rlkv.planning.passes import longest
 
 VOCAB = 64
 SIZE = {
@@ -125,9 +126,14 @@ def print_longest() -> None:
         count = PassBytes(model, is_fused=True)
         found = []
         for keeps, activations.TILE in KEPT.values():
-            found.append(f"{longest(count, keeps, room):,}")
+            needed = partial(bytes_of_row, count, keeps)
+            found.append(f"{longest(needed, int(room)):,}")
         rows.append([name, f"{room / GIB:.1f}", *found])
     print(text_table(["model, card", "GiB for a pass", *KEPT], rows))
+
+
+def bytes_of_row(count: PassBytes, keeps: Checkpoints, n_tokens: int) -> int:
+    return sum(count.of_pass(1, n_tokens, keeps).values())
 
 
 def resident_bytes(model: PreTrainedModel, weight_bytes: float) -> float:
@@ -141,16 +147,6 @@ def resident_bytes(model: PreTrainedModel, weight_bytes: float) -> float:
     n_bytes = 2 * (n_weights - n_linear) + weight_bytes * n_linear + ADAM_BYTES * n_trained
     # A weight in 4 bits is unpacked for its product.
     return n_bytes if weight_bytes == 2 else n_bytes + 2 * max(weight.numel() for weight in linears)
-
-
-def longest(count: PassBytes, keeps: Checkpoints, room: float) -> int:
-    """Return the most tokens of a row whose pass fits."""
-    low, high = 0, 2**24
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = sum(count.of_pass(1, middle, keeps).values()) <= room
-        low, high = (middle, high) if fits else (low, middle)
-    return low
 
 
 def main() -> None:

@@ -39,14 +39,16 @@ from time_limit import TimeLimit
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from lit_rlkv.callbacks.hooks import loss_terms_of
-from lit_rlkv.config import Config
+from lit_rlkv.config import Config, build
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS
 from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
+from lit_rlkv.objectives.corrections import critic_sees_shadow
 from lit_rlkv.planning.cards import find_card
-from lit_rlkv.planning.models import module_of, pass_bytes_of, roles_of
+from lit_rlkv.planning.models import pass_bytes_of, roles_of
 from lit_rlkv.planning.plan import Planner
 from lit_rlkv.rewards import RewardManager
 from lit_rlkv.runs.launch import WEIGHT_DTYPES, fabric_precision
@@ -171,7 +173,11 @@ def measured_peaks(case: Case, planner: Planner, device: str) -> dict[str, int]:
     gc.collect()
     cfg, n_tokens = planner.cfg, int(case.config.vocab_size)
     parts = Parts(cfg)
-    module = module_of(cfg, real_roles(case.config, cfg, planner.roles.needed, device))
+    roles = real_roles(case.config, cfg, planner.roles.needed, device)
+    options = {"replays": parts.correction.replays, "temperature": cfg.rollout.temperature}
+    if "value" in roles.needed:
+        options["value_shadow"] = critic_sees_shadow(cfg.roles, parts.correction, CacheSpec.of(cfg.cache))
+    module = build(cfg.algorithm.loss)(roles, None, **options)
     module.make_optimizer = parts.optimizer
     run = SimpleNamespace(
         cfg=cfg,

@@ -141,8 +141,8 @@ def fit(
     from lit_rlkv.run_files import CONFIG
     from lit_rlkv.runs.checks import check_reward_functions, check_shares, try_diagnostics, try_optimizers
     from lit_rlkv.runs.launch import broadcast_from_rank_zero
+    from lit_rlkv.runs.memory import check_memory
     from lit_rlkv.runs.outputs import RunOutputs
-    from lit_rlkv.runs.pass_size import check_rollout_memory
     from lit_rlkv.runs.policy import make_policy
     from lit_rlkv.runs.run import Run
     from lit_rlkv.runs.starting_model import backbone_id, check_backbone, check_sources, find_starting_model
@@ -165,6 +165,7 @@ def fit(
     options = {} if choices is None else choices.options
     for line in header(cfg, run_dir, run.fabric.world_size, run.fabric.device, options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    check_memory(run, start)
     run.begin()
     outputs = RunOutputs(run)
     if choices is not None and run.is_rank_zero:
@@ -176,7 +177,6 @@ def fit(
         module = make_policy(run, start)
         backbone = broadcast_from_rank_zero(run.fabric, lambda: backbone_id(start))
         check_backbone(run.resume_from, start, backbone)
-        check_rollout_memory(run, module.roles.backbone("policy"))
         say(console, trained_parameters(module), stage="roles")
         try_diagnostics(run, module)
         run.interruption.raise_if_requested(run.fabric)

@@ -1,5 +1,7 @@
 """Failed allocations: detection and explanation."""
 
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,6 +38,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     if any(text in str(error) for text in ALLOCATORS_SAY):
         return True
     return error.__context__ is not None and is_out_of_memory(error.__context__)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that torch had on a CUDA device, or that this process had in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lit_rlkv.cli import compose_arguments, run_command
@@ -95,12 +95,13 @@ def plan(asked: PlanArguments) -> None:
     with as_config_errors("cache"):
         CacheSpec.of(cfg.cache)
     card, roles = find_card(asked.gpu), roles_of(cfg)
+    card = card if card.is_gpu else replace(card, memory=card.memory // n_own)
     planner = Planner(
         cfg, roles, pass_bytes_of(roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )
     with as_config_errors("plan"):
         check_length(planner.policy, planner.n_columns)
-        rows = planner.rows()
+        rows = [planner.row(cache) for cache in planner.caches()]
         chosen = next(row for row in rows if row.cache == planner.cache)
         changes = planner.changes(chosen)
     settings = [*asked.overrides, *planner.settings(chosen)]

@@ -129,11 +129,6 @@ class PolicyModule(L.LightningModule, ABC):
         return (("policy",),)
 
     @property
-    def n_graphs(self) -> int:
-        """Forwards of a micro-batch that wait for their backward at the same time, without loss terms."""
-        return 1
-
-    @property
     def warmup_part(self) -> tuple[str, ...]:
         """Roles that train during critic warmup."""
         return ("value",)

@@ -89,10 +89,6 @@ class PPO(ClippedPolicy):
         return (("policy", "value"),)
 
     @property
-    def n_graphs(self) -> int:
-        return 1 if self.separate_passes or self.shares_forward else 2
-
-    @property
     def warmup_part(self) -> tuple[str, ...]:
         """The critic's roles; only its head if it shares the policy's adapter, which must not change."""
         adapter = self.roles.layout.adapter

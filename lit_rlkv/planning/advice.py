@@ -1,7 +1,6 @@
 """Explain an out-of-memory error: the bytes that each part needs, and the settings that change them."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -35,20 +34,22 @@ SETTINGS = {
 
 
 def explain_code_record(
-    model: PreTrainedModel,
+    needs: Mapping[str, int],
+    plain: Mapping[str, int],
     cache: CacheSpec,
-    prompts_shape: tuple[int, int],
     settings: RolloutConfig,
-    group: int,
+    n_prompt: int,
 ) -> str | None:
-    """Return the warning that the record of the codes takes more than the codes save; None if it does not."""
-    asked = prompts_shape, settings, group
-    needs = rollout_needs(model, cache, *asked)
-    saved = rollout_needs(model, replace(cache, dtype=None), *asked)[CACHE] - needs[CACHE]
-    record = needs.get("record of codes", 0)
+    """Return the warning that the record of the codes takes more than the codes save; None if it does not.
+
+    Args:
+        needs: of a rollout with codes.
+        plain: of the same without.
+    """
+    saved, record = plain[CACHE] - needs[CACHE], needs.get("record of codes", 0)
     if record <= saved:
         return None
-    n_columns = prompts_shape[1] + settings.max_new_tokens
+    n_columns = n_prompt + settings.max_new_tokens
     return (
         f"cache.dtype={cache.dtype} saves {human_bytes(saved)} of keys and values, and the record of its "
         f"codes takes {human_bytes(record)}: rows of more than {n_columns * saved // record} tokens need "
@@ -81,12 +82,8 @@ def explain_scoring(
     shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int, *, stacks_passes: bool
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
-    helps = [
-        *_smaller_passes(shape, tokens_per_pass),
-        *(["set roles.stack_passes=false"] if stacks_passes else []),
-        f"lower rollout.max_new_tokens={settings.max_new_tokens}",
-    ]
-    return f"out of memory in scoring, {_pass_size(shape, tokens_per_pass)}; {_any_of(helps)}"
+    helps = ["set roles.stack_passes=false"] if stacks_passes else []
+    return _explain_pass("scoring", shape, tokens_per_pass, helps, settings)
 
 
 def explain_update(
@@ -94,15 +91,28 @@ def explain_update(
 ) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
     n_trained = sum(p.numel() for p in roles.parameters() if p.requires_grad)
-    helps = [
-        *_smaller_passes(shape, tokens_per_pass),
-        *keeping_less(roles.checkpoints_layers, roles.backbone("policy").device),
-        f"lower rollout.max_new_tokens={settings.max_new_tokens}",
-        "train fewer parameters (roles=hydra, roles.rank)",
-    ]
+    helps = keeping_less(roles.checkpoints_layers, roles.backbone("policy").device)
+    helps.append("train fewer parameters (roles=hydra, roles.rank)")
+    beside = f", and {n_trained:,} parameters that train"
+    return _explain_pass("the update", shape, tokens_per_pass, helps, settings, beside)
+
+
+def _explain_pass(
+    where: str,
+    shape: tuple[int, int],
+    most: int,
+    helps: Sequence[str],
+    settings: RolloutConfig,
+    end: str = "",
+) -> str:
+    n_rows, n_columns = shape
+    n_tokens = min(most, n_rows * n_columns)
+    smaller = [f"set fabric.tokens_per_pass below {n_tokens}"] if n_tokens >= 2 * n_columns else []
+    others = ", ".join((*smaller, *helps))
     return (
-        f"out of memory in the update, {_pass_size(shape, tokens_per_pass)}, and {n_trained:,} parameters "
-        f"that train; {_any_of(helps)}"
+        f"out of memory in {where}, {max(n_tokens // n_columns, 1)} of {n_rows} sequences of up to "
+        f"{n_columns} tokens at a time{end}; {others}{', or ' if others else ''}lower "
+        f"rollout.max_new_tokens={settings.max_new_tokens}"
     )
 
 
@@ -112,20 +122,3 @@ def keeping_less(checkpoints: Checkpoints, device: torch.device) -> list[str]:
         return ["set roles.gradient_checkpointing=true"]
     may_move = device.type != "cpu" and checkpoints != "host"
     return ["set roles.gradient_checkpointing=host"] if may_move else []
-
-
-def _any_of(helps: Sequence[str]) -> str:
-    return ", or ".join(part for part in (", ".join(helps[:-1]), helps[-1]) if part)
-
-
-def _pass_size(shape: tuple[int, int], tokens_per_pass: int) -> str:
-    n_rows, n_columns = shape
-    n_at_once = min(n_rows, max(tokens_per_pass // n_columns, 1))
-    return f"{n_at_once} of {n_rows} sequences of up to {n_columns} tokens at a time"
-
-
-def _smaller_passes(shape: tuple[int, int], tokens_per_pass: int) -> list[str]:
-    """Return the setting that makes passes smaller; none if a pass is one sequence already."""
-    n_rows, n_columns = shape
-    n_tokens = min(tokens_per_pass, n_rows * n_columns)
-    return [f"set fabric.tokens_per_pass below {n_tokens}"] if n_tokens >= 2 * n_columns else []

@@ -12,7 +12,8 @@ from lit_rlkv.config import ConfigError
 
 GIB = 2**30
 CONTEXT, FRAGMENTS = int(0.7 * GIB), 0.06
-"""Bytes of a GPU that driver and libraries take, and share of the rest lost between allocations: assumed."""
+"""Bytes that driver and libraries take, on a CPU Python and torch, and share of the rest lost between
+allocations: assumed."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)(?: ?Gi?B?)?", re.IGNORECASE)
 SIZE_AFTER, MOST_GIB = re.compile(r"[ _-]+\d+ ?gi?b$", re.IGNORECASE), 512
@@ -36,7 +37,7 @@ class Card:
     @property
     def usable(self) -> int:
         """Bytes that a run can allocate."""
-        return int((self.memory - CONTEXT) * (1 - FRAGMENTS)) if self.is_gpu else self.memory
+        return max(int((self.memory - CONTEXT) * (1 - FRAGMENTS)), 0)
 
 
 def _gib(size: float) -> int:
@@ -71,7 +72,7 @@ def find_card(name: str | None) -> Card:
         ConfigError: there is none of this name.
     """
     if name is None:
-        return _own_card()
+        return own_card(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     known = {_plain(one): card for one, card in CARDS.items()}
     plain = _plain(name)
     found = known.get(plain) or known.get(f"rtx{plain}") or known.get(_plain(SIZE_AFTER.sub("", name)))
@@ -88,11 +89,12 @@ def find_card(name: str | None) -> Card:
     return replace(like, name=f"{size[1]} GB (as fast as {like.name})", memory=memory)
 
 
-def _own_card() -> Card:
-    if not torch.cuda.is_available():
+def own_card(device: torch.device) -> Card:
+    """Return a device of this machine."""
+    if device.type != "cuda":
         return Card("this machine's CPU", machine_memory(), is_gpu=False)
-    name = torch.cuda.get_device_name()
-    memory = int(torch.cuda.get_device_properties(0).total_memory)
+    name = torch.cuda.get_device_name(device)
+    memory = int(torch.cuda.get_device_properties(device).total_memory)
     words = [_plain(word) for word in re.findall(r"\w+", name)]
     words += [first + second for first, second in pairwise(words)]  # RTX 4090
     alike = [card for card in CARDS.values() if _plain(SIZE_AFTER.sub("", card.name)) in words]
@@ -106,6 +108,17 @@ def machine_memory() -> int:
     """Return the bytes of memory of this machine, or of the container's limit."""
     limits = [Path(name).read_text().strip() for name in CGROUP_LIMITS if Path(name).is_file()]
     return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
+
+
+def available_memory(n_processes: int = 1) -> int:
+    """Return the bytes that one of so many processes may hope for of what this machine has left."""
+    left = psutil.virtual_memory().available + psutil.swap_memory().free
+    found = [min(machine_memory(), left) // n_processes]
+    if psutil.LINUX:
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        found += [] if limit == psutil.RLIM_INFINITY else [limit - process.memory_info().vms]
+    return max(min(found), 0)
 
 
 def _plain(name: str) -> str:

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
 from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import text_config
@@ -21,7 +20,6 @@ from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.loading import friendly_errors
 from lit_rlkv.models.pass_bytes import PassBytes
-from lit_rlkv.objectives.corrections import critic_sees_shadow
 from lit_rlkv.planning.cards import Card
 
 N_PRESET_TOKENS = 64
@@ -74,16 +72,6 @@ def roles_of(cfg: Config) -> Roles:
             if needed & {*CRITICS}
             else None,
         )
-
-
-def module_of(cfg: Config, roles: Roles) -> Any:
-    """Return the RL module of a config, without an optimizer."""
-    correction = build(cfg.correction)
-    options = {"replays": correction.replays, "temperature": cfg.rollout.temperature}
-    if "value" in roles.needed:
-        options["value_shadow"] = critic_sees_shadow(cfg.roles, correction, CacheSpec.of(cfg.cache))
-    with as_config_errors("algorithm.loss"):
-        return build(cfg.algorithm.loss)(roles, None, **options)
 
 
 def pass_bytes_of(roles: Roles, card: Card) -> PassBytes:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.models.backbone import n_kv_heads, optional_setting, text_config
-from lit_rlkv.planning.plan import Change, Planner, Row
+from lit_rlkv.planning.plan import Planner, Row
 from lit_rlkv.reporting.tables import make_table
 from lit_rlkv.units import human_bytes, human_seconds
 
@@ -18,7 +18,7 @@ LEAST_SHOWN = 2**26
 
 
 def screen(
-    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Mapping[str, str], command: str
 ) -> RenderableType:
     """Return the plan for people, in about twenty lines.
 
@@ -33,8 +33,8 @@ def screen(
         f"rollout: {_parts(chosen.rollout)}",
         f"update: {_parts(chosen.update)}",
         f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}",
-        *(f"{change.setting}: {change.effect}" for change in changes),
-        *_remarks(planner),
+        *(f"{setting}: {effect}" for setting, effect in changes.items()),
+        *_remarks(planner, chosen),
         command if chosen.fits else "it does not fit: change one of the settings above",
     ]
     return Group(*lines, *(Text(each) for each in said))
@@ -92,7 +92,10 @@ def _count(n_weights: int) -> str:
     return f"{n_weights / 1e9:.3g}B" if n_weights >= 1e8 else f"{n_weights / 1e6:.3g}M"
 
 
-def _remarks(planner: Planner) -> Iterator[str]:
+def _remarks(planner: Planner, chosen: Row) -> Iterator[str]:
+    if most := planner.most_keys(chosen):
+        each = (f"{budget:,} with {n_rows} rows at a time" for n_rows, budget in most.items())
+        yield f"the largest cache.budget that fits: {', '.join(each)}"
     if planner.card.is_gpu:
         yield f"in host memory: records of all responses, {human_bytes(planner.host_bytes)}"
     if not planner.cache.is_dense and planner.cache.n_slots(planner.n_columns) >= planner.n_columns:
@@ -104,7 +107,7 @@ def _remarks(planner: Planner) -> Iterator[str]:
 
 
 def as_values(
-    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change]
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the plan for programs; sizes are bytes, times seconds."""
     return {
@@ -129,5 +132,6 @@ def as_values(
             }
             for row in rows
         ],
-        "changes": {change.setting: change.effect for change in changes},
+        "most_keys": planner.most_keys(chosen),
+        "changes": dict(changes),
     }

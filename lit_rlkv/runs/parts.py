@@ -141,8 +141,9 @@ def _build_optimizer(name: str, node: DictConfig) -> Callable[[list[Any]], Optim
         make([torch.nn.Parameter(torch.zeros(1, 1))])
     except Exception as error:  # optimizers raise any type
         given = ", ".join(f"{key}={value}" for key, value in named_items(node))
+        why = "one is of another type than it takes" if isinstance(error, TypeError) else error
         raise ConfigError(
-            f"{name}: {node._target_} does not take {given}: {error}; change these options"
+            f"{name}: {node._target_} does not take {given}: {why}; change these options"
         ) from error
     return make
 

@@ -33,7 +33,7 @@ from lit_rlkv.kernels.backend import set_kernels, uses_triton
 from lit_rlkv.kernels.shadow_attention import set_shadow_attention
 from lit_rlkv.models.compiled_layers import check_compiler
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from lit_rlkv.out_of_memory import MemoryExhaustedError
+from lit_rlkv.out_of_memory import MemoryExhaustedError, peak_memory
 from lit_rlkv.reporting.progress import QUIET_S, say, track
 from lit_rlkv.rewards import RewardManager, score
 from lit_rlkv.run_files import BACKBONE, CHECKPOINTS, CONFIG, EVALUATION, METRICS, PASS_SIZE
@@ -45,6 +45,7 @@ from lit_rlkv.runs.starting_model import SFT_DONE, pretrained_path
 from lit_rlkv.settings import show
 from lit_rlkv.tasks import Task, UserTask
 from lit_rlkv.types import Problem
+from lit_rlkv.units import human_bytes
 
 log = logging.getLogger(__name__)
 RANKS = "ranks"
@@ -90,6 +91,8 @@ class Run:
         self.interruption = interruption or Interruption()
         self.pass_limit = TOKENS_PER_PASS if folder is None else load_pass_limit(folder)
         """Most tokens of a pass under `fabric.tokens_per_pass=auto`."""
+        self.predicted = ""
+        """Peaks of memory that were counted before any work."""
         _check_device(cfg, self.fabric.device)
         with as_config_errors("model"):
             path = broadcast_from_rank_zero(
@@ -231,7 +234,7 @@ class Run:
 
     @contextmanager
     def smaller_passes_after_failure(self) -> Iterator[None]:
-        """After a pass that did not fit in memory, let the run resume with half of its tokens."""
+        """Say the peak of memory beside the predicted one in an error, and resume with half of the pass."""
         try:
             yield
         except MemoryExhaustedError as error:
@@ -239,6 +242,8 @@ class Run:
                 limit = max(error.tokens_per_pass // 2, 1)
                 write_atomically(self.folder / PASS_SIZE, json.dumps(limit))
                 log.warning("resume=%s continues with at most %d tokens in a pass", self.folder, limit)
+            peak = human_bytes(peak_memory(self.fabric.device))
+            error.args = (f"{error}\nThe peak was {peak}; predicted of RL: {self.predicted or 'nothing'}",)
             raise
 
 

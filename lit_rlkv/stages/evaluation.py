@@ -23,7 +23,7 @@ from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.reporting.progress import say, track
 from lit_rlkv.reporting.run_metrics import final_metrics
 from lit_rlkv.rng import derive_seed
-from lit_rlkv.runs.pass_size import PassNeeds, evaluation_rows, tokens_per_pass
+from lit_rlkv.runs.memory import evaluation_rows, passes_of, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
@@ -71,14 +71,13 @@ def score_caches(
 
     Signals are handled before each cache.
     """
-    backbone = roles.backbone("policy")
     evaluator = Evaluator(
         run,
         roles,
         held_out_problems(run),
         n_samples,
-        batch_size=evaluation_rows(run, roles, backbone, caches),
-        tokens_per_pass=tokens_per_pass(run, roles, PassNeeds(run, backbone), checkpoints=True),
+        batch_size=evaluation_rows(run, roles, caches),
+        tokens_per_pass=tokens_per_pass(run, passes_of(run, roles), checkpoints=True),
     )
     rows: list[EvalRow] = []
     with track("eval", len(caches)) as advance, run.fabric.autocast():
@@ -165,7 +164,7 @@ def evaluate_reward(
 ) -> RewardReport:
     """Score pairs with a head on the backbone in its current role."""
     longest = max(run.sizes.prompts) + max(*run.sizes.solutions, *run.sizes.rejected)
-    n_tokens = tokens_per_pass(run, backbone, PassNeeds(run, backbone), checkpoints=True)
+    n_tokens = tokens_per_pass(run, passes_of(run, backbone), checkpoints=True)
     batch_size = max(n_tokens // longest, 1)
     with track("reward", len(pairs)) as advance, run.fabric.autocast():
         return score_pairs(backbone, head, run.tokenizer, pairs, batch_size, on_scored=advance)

@@ -10,7 +10,7 @@ from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.experience.datamodule import RolloutDataModule
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.out_of_memory import explain_out_of_memory
-from lit_rlkv.runs.pass_size import PassNeeds, choose_checkpoints, tokens_per_pass
+from lit_rlkv.runs.memory import choose_checkpoints, passes_of, tokens_per_pass
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import source_ids
@@ -29,12 +29,10 @@ def train_policy(
         ConfigError: the checkpoint holds other parameters, or the data has changed since.
     """
     cfg = run.cfg
-    distillation = run.parts.distillation
-    n_graphs = module.n_graphs + (0 if distillation is None else distillation.n_graphs)
     roles = module.roles
-    needs = PassNeeds(run, roles.backbone("policy"), n_graphs)
-    roles.keep_for_backward(choose_checkpoints(run, module, needs))
-    n_tokens = tokens_per_pass(run, module, needs, roles.checkpoints_layers)
+    passes = passes_of(run, roles)
+    roles.keep_for_backward(choose_checkpoints(run, passes))
+    n_tokens = tokens_per_pass(run, passes, roles.checkpoints_layers)
     datamodule = RolloutDataModule(run, module, callbacks, n_tokens)
     datamodule.sources = source_ids(cfg)
     for callback in callbacks:

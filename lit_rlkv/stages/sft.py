@@ -30,7 +30,7 @@ from lit_rlkv.reporting.progress import ProgressBar, say
 from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
-from lit_rlkv.runs.pass_size import PassNeeds, check_rollout_memory, choose_checkpoints, tokens_per_pass
+from lit_rlkv.runs.memory import choose_checkpoints, passes_of, tokens_per_pass
 from lit_rlkv.runs.policy import load_backbone, shard
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.saver import CheckpointSaver
@@ -135,11 +135,10 @@ class SFTStage:
         is_begun = first > 0
         given = pretrained_path(run.cfg.model.path, run.cfg.runs_dir)
         backbone = load_backbone(run, self._output(first - 1) if is_begun else given)
-        check_rollout_memory(run, backbone)
         check_data(run, backbone, self.passes)
         shard(run, backbone)
-        self.needs = PassNeeds(run, backbone)
-        self.checkpoints_layers = choose_checkpoints(run, backbone, self.needs)
+        self.sizes = passes_of(run, backbone)
+        self.checkpoints_layers = choose_checkpoints(run, self.sizes)
         weights = load_reward_head(self._output(first - 1)) if is_begun else None
         head = None if weights is None else make_head(backbone, weights)
         # A separate reward model continues from these weights, after the LM is saved.
@@ -181,7 +180,7 @@ class SFTStage:
             reward_head=head,
             checkpoints_layers=checkpoints,
         )
-        datamodule = pass_data(run, stage, task, tokens_per_pass(run, module, self.needs, checkpoints))
+        datamodule = pass_data(run, stage, task, tokens_per_pass(run, self.sizes, checkpoints))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
         saver = CheckpointSaver(run.fabric, module, self.checkpoints, self.every, resumed)

@@ -21,7 +21,7 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.reporting.progress import track
 from lit_rlkv.rng import derive_seed, stream
-from lit_rlkv.runs.pass_size import evaluation_rows
+from lit_rlkv.runs.memory import evaluation_rows
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_MODEL
 from lit_rlkv.tasks import Task
@@ -136,7 +136,7 @@ def on_policy_preference_pairs(
     """
     source = PromptSource(run.task, split="train", seed=derive_seed(seed, "answered"))
     problems = source.take(n_prompts)
-    batch_size = evaluation_rows(run, backbone, backbone, [run.parts.cache])
+    batch_size = evaluation_rows(run, backbone, [run.parts.cache])
     ranks = run.ranks
     starts = range(0, n_prompts, batch_size)[ranks.rank :: ranks.size]
     own: list[tuple[int, list[PreferencePair]]] = []

@@ -120,7 +120,15 @@ PROMPT_TUNING = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         ("beta=0", {"distillation": "sparse_student"}),
         ("replay_routing|routing to replay", {"replay_routing": True}),
     ],
-    ids=["tools", "environment", "rollout-func-and-tools", "prompt-tuning", "attention", "no-teacher", "no-experts"],
+    ids=[
+        "tools",
+        "environment",
+        "rollout-func-and-tools",
+        "prompt-tuning",
+        "attention",
+        "no-teacher",
+        "no-experts",
+    ],
 )
 def test_what_a_rollout_cannot_do_is_refused_by_name(model, tmp_path, key, options):
     with pytest.raises(ValueError, match=key) as error:

@@ -7,7 +7,7 @@ import torch
 
 from lit_rlkv.models.layouts import LAYOUTS, ROLES
 from lit_rlkv.modules.ppo import PPO
-from tests.hand_built import make_module, make_ppo, make_roles, train_here
+from tests.hand_built import make_ppo, make_roles, train_here
 from tests.modules.ppo_by_definition import make_data
 
 
@@ -31,16 +31,6 @@ def test_the_critic_alone_learns_while_it_warms_up(layout: str):
 
     assert moved_in(2) == {"policy": False, "value": True}
     assert moved_in(1) == {"policy": True, "value": True}
-
-
-@pytest.mark.parametrize(
-    ("layout", "separate_passes", "n_graphs"),
-    [("hydra", True, 1), ("hydra", False, 2), ("j_hydra", False, 1), ("ppo", False, 2)],
-)
-def test_graphs_that_are_alive_together_are_counted(layout: str, separate_passes: bool, n_graphs: int):
-    module = make_ppo(make_roles(layout, ROLES), separate_passes=separate_passes)
-    assert module.n_graphs == n_graphs
-    assert make_module(module.roles).n_graphs == 1
 
 
 def test_a_critic_that_would_never_learn_is_refused():

@@ -104,7 +104,9 @@ def test_a_record_of_codes_that_takes_more_than_they_save_is_told():
     # Its record is 1 + 1 byte of each in 32 rows, and in 16 bit 1 byte and the scale's again.
     def warning(n_new: int, **changes: Any) -> str | None:
         settings = replace(SAMPLING, max_new_tokens=n_new)
-        return explain_code_record(make_model(), replace(SPEC, **changes), (4, 6), settings, GROUP)
+        cache, asked = replace(SPEC, **changes), ((4, 6), settings, GROUP)
+        both = (rollout_needs(make_model(), one, *asked) for one in (cache, replace(cache, dtype=None)))
+        return explain_code_record(*both, cache, settings, 6)
 
     saved, of_a_column = 2 * 2 * 16 * 9 * 2 * (32 - 10), 2 * 2 * 32 * 2 * 2
     last = saved // of_a_column

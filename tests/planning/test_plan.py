@@ -70,6 +70,28 @@ def test_a_budget_lets_a_card_decode_what_it_cannot_hold_whole(capsys, qwen):
     assert more["longest_sequence"] > 3 * found["longest_sequence"]
 
 
+def test_the_largest_budgets_are_those_that_still_fit(capsys, tmp_path):
+    """Two layers of 4B, on a card that is small for them."""
+    Qwen3Config(**{**QWEN3_4B.to_dict(), "num_hidden_layers": 2, "layer_types": None}).save_pretrained(
+        tmp_path
+    )
+    asked = [*LONG, f"model.path={tmp_path}", "gpu=5GB"]
+    found = planned(capsys, *asked)
+    chosen, most = by_budget(found)[1024]["rows"], found["most_keys"]
+    assert [*map(int, most)] == [chosen // 16 * 8, chosen]  # twice as many have no room for their records
+    assert [*most.values()] == sorted(most.values(), reverse=True)
+    assert most[str(chosen)] >= 1024
+
+    def n_rows(budget):
+        return by_budget(planned(capsys, *asked, f"cache.budget={budget}"))[budget]["rows"]
+
+    assert n_rows(most[str(chosen)]) == chosen
+    assert n_rows(most[str(chosen)] + 1) < chosen
+    with suppress(SystemExit):
+        plan.plan(plan.parse(asked))
+    assert f"{most[str(chosen)]:,} with {chosen} rows at a time" in capsys.readouterr().out
+
+
 def test_a_budget_buys_nothing_for_short_responses(capsys, qwen):
     short = (
         "recipe=llm",
@@ -157,7 +179,7 @@ def test_a_size_has_the_speed_of_the_nearest_card():
 )
 def test_a_card_of_this_machine_has_its_own_speed_or_none(monkeypatch, name, gib, like):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     properties = SimpleNamespace(total_memory=int(gib * GIB))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: properties)
     found = find_card(None)

@@ -254,3 +254,10 @@ def test_a_template_that_cannot_write_a_role_is_refused_before_work(tmp_path, te
         return
     with pytest.raises(ConfigError, match=says):
         Run(cfg)
+
+
+def test_an_option_of_another_type_is_told_without_internals_of_python(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"AdamW does not take .*betas=0\.9.*: one is of another type than it"
+    ):
+        config(tmp_path, "optimizer.betas=0.9")

@@ -6,13 +6,12 @@ from shutil import copyfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
 from lit_rlkv.config import ConfigError
 from lit_rlkv.data.tokenizers import build_task_tokenizer
 from lit_rlkv.models.presets import tiny_qwen3
-from lit_rlkv.runs.pass_size import free_memory
+from lit_rlkv.runs.memory import _card
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.teacher import load_teacher
 from tests.saved_models import change_json, chat_tokenizer, save_checkpoint, save_model
@@ -32,14 +31,13 @@ def taught(tmp_path, model, *overrides):
 
 def test_a_teacher_is_frozen_and_counts_as_memory(tmp_path, checkpoint):
     context = taught(tmp_path, checkpoint, "distillation.dtype=bfloat16")
-    module = nn.Linear(2, 2)
-    before = free_memory(context, module)
+    before = _card(context).memory
     load_teacher(context)
     teacher = context.cfg.parts.distillation.teacher
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
     n_bytes = sum(2 * parameter.numel() for parameter in teacher.parameters())
-    assert before - free_memory(context, module) == n_bytes > 0
+    assert before - _card(context).memory == n_bytes > 0
 
 
 def test_no_teacher_is_loaded_without_rl(tmp_path):

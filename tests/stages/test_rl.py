@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lit_rlkv.callbacks.mismatch import DenseMismatch
 from lit_rlkv.config import ConfigError
-from lit_rlkv.runs import pass_size
+from lit_rlkv.runs import memory
 from lit_rlkv.runs import policy as training
 from lit_rlkv.runs.checkpoint import load_trainable, trainable_weights
 from lit_rlkv.runs.policy import make_policy
@@ -214,6 +214,6 @@ def test_diagnostics_read_no_more_tokens_at_a_time_than_the_learner(joint, tmp_p
 def test_bytes_of_passes_are_counted_once(joint, tmp_path):
     asked = ["stages=[rl]", f"model.path={joint}", "algorithm.n_iterations=1"]
     parts = Run(config(tmp_path, *asked), folder=tmp_path)
-    with patch.object(pass_size, "PassBytes", wraps=pass_size.PassBytes) as count:
+    with patch.object(memory, "PassBytes", wraps=memory.PassBytes) as count:
         train_policy(parts, make_policy(parts, joint), [])
     assert count.call_count == 1

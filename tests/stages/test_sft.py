@@ -16,7 +16,7 @@ from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.reporting.metrics_file import MetricsFile
-from lit_rlkv.runs import pass_size
+from lit_rlkv.runs import memory
 from lit_rlkv.runs.policy import load_backbone
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.run import Run
@@ -121,7 +121,7 @@ def has_heads(folder):
 def test_bytes_are_counted_once_for_both_passes(tmp_path):
     cfg = config(tmp_path, "sft.joint=false", "sft.n_steps=10", "sft.reward_steps=10")
     assert len(training_passes(cfg.sft)) == 2
-    with patch.object(pass_size, "PassBytes", wraps=pass_size.PassBytes) as count:
+    with patch.object(memory, "PassBytes", wraps=memory.PassBytes) as count:
         run_sft(Run(cfg), [])
     assert count.call_count == 1
 
