@@ -93,7 +93,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     numbers = [_number(entry, token) for entry, token in zip(logps, response, strict=True)]
     times = sample.get(TIMES)
     if times is None and sample.get(KEPT) is not None:
-        compactions = ((each["at"], torch.tensor(each["kept"])) for each in sample[KEPT])
+        compactions = [(each["at"], torch.tensor(each["kept"])) for each in sample[KEPT]]
         times = from_kept(len(prompt) + end, compactions)
     return LogRow(prompt, response[:end], numbers[:end], times, is_sampled[:end])
 

@@ -19,7 +19,7 @@ BLOCKS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the models of pages, my-model and my-chat-model, whose template has tools, and an engine's log."""
+    """Holds my-model and my-chat-model, whose template has tools, and the log of an engine."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copy(ROOT / "tests" / "data" / "samples.jsonl", folder)
     save_checkpoint(folder / "my-model", max_position_embeddings=512)

@@ -24,15 +24,16 @@ def check_arguments(trainer: Any, model: Any, args: Any, arguments: dict[str, An
             f"args must be an {trainer.config_class.__name__}, got {type(args).__name__}; it takes the same "
             "fields"
         )
-    if trainer.algorithm != "GRPO" and (arguments.get("tools") or arguments.get("environment_factory")):
+    has_tools = arguments.get("tools") or arguments.get("environment_factory")
+    if trainer.algorithm != "GRPO" and has_tools:
         raise ValueError(
             f"tools and environment_factory must be left out of {trainer.__name__}: TRL's "
             f"{trainer.algorithm}Trainer has none; use EvictingGRPOTrainer"
         )
-    if arguments.get("rollout_func") and (arguments.get("tools") or arguments.get("environment_factory")):
+    if arguments.get("rollout_func") and has_tools:
         raise ValueError(
-            "tools and environment_factory must be left out beside a rollout_func, whose engine samples every "
-            "turn; call tools in it, and return their tokens with 0 in env_mask"
+            "tools and environment_factory must be left out beside a rollout_func, whose engine samples "
+            "every turn; call tools in it, and return their tokens with 0 in env_mask"
         )
     refuse_processor(arguments.get("processing_class"))
     given = (args.model_init_kwargs or {}).get("attn_implementation", ATTENTION_NAME)
