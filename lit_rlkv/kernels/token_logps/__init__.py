@@ -1,5 +1,6 @@
 """Log-probs of chosen tokens and KL of two policies, computed without the logits of a whole batch."""
 
+from functools import partial
 from types import ModuleType
 
 from jaxtyping import Float, Int
@@ -94,6 +95,7 @@ def policy_kl(
     temperature: float,
     vocab_size: int,
     *,
+    beta: float | int = 0,
     heads_are_frozen: bool = False,
     sets: TokenSets | None = None,
     kernels: str | None = None,
@@ -101,16 +103,19 @@ def policy_kl(
     """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) over the whole vocabulary, in nats, at each position.
 
     Args:
+        beta: 0 < beta < 1 returns the generalised Jensen-Shannon divergence, `reference.jsd_of_logits`, in
+            plain PyTorch.
         heads_are_frozen: True if only the hidden states need gradients; see `token_logps`.
         sets: renormalise both distributions over the same set at each position; see `token_logps`.
 
     Raises:
         ValueError: `heads_are_frozen` is True, but a parameter of a head requires a gradient.
     """
-    rows, max_logits = _implementation(hidden_p, kernels)
+    rows, max_logits = _implementation(hidden_p, kernels if beta == 0 else "reference")
+    divergence = rows.kl_of_logits if beta == 0 else partial(reference.jsd_of_logits, beta=beta)
     (kl,) = in_chunks(
         lambda hidden_p, hidden_q, *spans: (
-            rows.kl_of_logits(*kept_pair(sets, spans, head_p(hidden_p), head_q(hidden_q)), temperature),
+            divergence(*kept_pair(sets, spans, head_p(hidden_p), head_q(hidden_q)), temperature),
         ),
         hidden_p,
         hidden_q,
