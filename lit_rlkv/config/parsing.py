@@ -221,9 +221,8 @@ def _check_losses(cfg: Config) -> None:
     require(
         cfg.algorithm.advantage.get("estimator") != "gdpo"
         or (reward.normalize == "none" and reward.clip is None and (kl.place == "loss" or kl.weight == 0)),
-        "gdpo scales each part of the reward to one std, so that others would have no effect: use "
-        "reward.normalize=none, reward.clip=null and algorithm.kl.place=loss with it, got "
-        f"{reward.normalize}, {show(reward.clip)} and {kl.place}",
+        "gdpo scales each part of the reward to one std; use reward.normalize=none, reward.clip=null and "
+        f"algorithm.kl.place=loss, got {reward.normalize}, {show(reward.clip)} and {kl.place}",
     )
     longest, buffer = cfg.rollout.max_new_tokens, cfg.reward.overlong_buffer
     require(

@@ -16,7 +16,6 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.gae import discounted_sums, gae, returns, token_rewards, whiten
 from lit_rlkv.experience.score import ENTROPY
 from lit_rlkv.objectives.entropy import has_high_entropy
-from lit_rlkv.objectives.gains import Choice
 from lit_rlkv.objectives.preference import best_and_worst
 from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.rng import stream
@@ -92,7 +91,7 @@ class GroupAdvantage(AdvantageEstimator):
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
         top_entropy_quantile: share of the response tokens, those of the highest entropy, that the policy's
             objective learns from; see `has_high_entropy`. The others stay in denominators, as in TRL.
-        choose: chooses tokens for `clip_cov` and `kl_cov`, by advantages and π_old; None: none.
+        choose: function such as `by_covariance`, which chooses tokens for a loss by π_old; None: none.
 
     Raises:
         ValueError: the estimator is unknown, or `top_entropy_quantile` is not between 0 and 1.
@@ -105,7 +104,7 @@ class GroupAdvantage(AdvantageEstimator):
         estimator: str,
         filter_zero_std_groups: bool = False,
         top_entropy_quantile: float | int = 1.0,
-        choose: Choice | None = None,
+        choose: Callable[..., Tensor] | None = None,
     ) -> None:
         known = (*group.ESTIMATORS, "opo", "gdpo")
         if estimator not in known:

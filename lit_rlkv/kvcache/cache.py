@@ -65,8 +65,8 @@ class SlotCache(Cache):
         self.frequencies = frequencies
         if self.policy is not None and self.policy.reads_rope and frequencies is None:
             raise ValueError(
-                f"cache.policy={spec.policy_name} needs a model with RoPE on the halves of its heads, in all layers "
-                "alike; use another policy"
+                f"cache.policy={spec.policy_name} needs RoPE on the halves of heads, alike in all layers; "
+                "this model has another or none, so use another policy"
             )
         self.generator = generator
         self.n_rows = n_rows

@@ -286,12 +286,11 @@ class TriAttention(Policy):
         dtype = torch.promote_types(view.queries.dtype, torch.float32)
         frequencies, n_rotated = view.frequencies.to(dtype), 2 * len(view.frequencies)
         queries, keys = view.queries.to(dtype), view.keys.to(dtype)
-        first, second = queries[..., :n_rotated].chunk(2, dim=-1)
-        pairs = torch.complex(first, second)
+        pairs = torch.complex(*queries[..., :n_rotated].chunk(2, dim=-1))
         age = (view.now[:, None] - view.query_columns)[:, None, None, :, None].to(dtype)
-        mean = (pairs * _turns(age * frequencies)).mean(dim=3)
+        mean = (pairs * (1j * age * frequencies).exp()).mean(dim=3)
         ahead = 2 ** torch.arange(TRI_DISTANCES, device=keys.device, dtype=dtype)
-        turned = mean * _turns(ahead[:, None] * frequencies).mean(dim=0)
+        turned = mean * (1j * ahead[:, None] * frequencies).exp().mean(dim=0)
         query = torch.cat([turned.real, turned.imag, queries[..., n_rotated:].mean(dim=3)], dim=-1)
         key_size = torch.hypot(*keys[..., :n_rotated].chunk(2, dim=-1))
         scores = query @ keys.mT + (pairs.abs().mean(dim=3) - mean.abs()) @ key_size.mT
@@ -302,11 +301,6 @@ class TriAttention(Policy):
             variance = scores.square().masked_fill(~is_candidate, 0.0).sum(-1, keepdim=True) / n
             scores = scores / variance.sqrt().clamp(min=1e-6)
         return scores.amax(dim=2)
-
-
-def _turns(angles: Tensor) -> Tensor:
-    """Return e^(i·angle)."""
-    return torch.polar(torch.ones_like(angles), angles)
 
 
 class VaSE(Policy):

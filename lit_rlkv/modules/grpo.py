@@ -31,14 +31,8 @@ class GainPolicy(PolicyModule):
         response_mask, n = batch.rollout.response_mask, batch.n_response_tokens
         surrogate = self.gains(batch, outputs.logps)
         losses = {"policy_loss": -weighted_sum(batch.correction * surrogate.gain, batch.loss_weight)}
-        low, high, delta = (
-            masked_sum(is_clipped.float(), response_mask) / n
-            for is_clipped in (
-                surrogate.is_clipped_low,
-                surrogate.is_clipped_high,
-                surrogate.is_clipped_delta,
-            )
-        )
+        masks = (surrogate.is_clipped_low, surrogate.is_clipped_high, surrogate.is_clipped_delta)
+        low, high, delta = (masked_sum(mask.float(), response_mask) / n for mask in masks)
         metrics = {
             **losses,
             "clip_ratio/low_mean": low,
@@ -73,7 +67,7 @@ class RatioPolicy(GainPolicy):
     """Gain that bounds the ratio π/π_old.
 
     Args:
-        clip_low, clip_high: the ratio is clipped to [1 − clip_low, 1 + clip_high]; see `surrogate`.
+        clip_low, clip_high: the ratio is clipped to [1 − clip_low, 1 + clip_high].
         importance_sampling_level: token, or sequence for one ratio per response (GSPO).
     """
 
@@ -104,13 +98,9 @@ class RatioPolicy(GainPolicy):
                 f"importance_sampling_level={level!r} is unknown; choose one of {', '.join(LOG_RATIOS)}"
             )
 
-    @abstractmethod
-    def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
-        """Return the objective at each token, from log-ratio, log π and advantages [batch, seq]."""
-
-    def gains(self, batch: TrainBatch, logps: Tensor) -> Surrogate:
-        log_ratio = self.log_ratio_at_level(logps - batch.old_logps, batch.rollout.response_mask)
-        return self.surrogate(log_ratio, logps, batch.advantages)
+    def log_ratio(self, batch: TrainBatch, logps: Tensor) -> Tensor:
+        """Return log π − log π_old at the level of the ratio."""
+        return self.log_ratio_at_level(logps - batch.old_logps, batch.rollout.response_mask)
 
 
 class ClippedPolicy(RatioPolicy):
@@ -139,8 +129,9 @@ class ClippedPolicy(RatioPolicy):
                 "would clip good tokens too; raise it, or use null"
             )
 
-    def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
-        return clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.delta)
+    def gains(self, batch: TrainBatch, logps: Tensor) -> Surrogate:
+        clips = (self.clip_low, self.clip_high, self.delta)
+        return clipped_surrogate(self.log_ratio(batch, logps), batch.advantages, *clips)
 
 
 class GRPO(ClippedPolicy):
@@ -164,8 +155,9 @@ class CISPO(RatioPolicy):
             bound, as in the paper and TRL, whose `epsilon_high` is 1 + clip_high.
     """
 
-    def surrogate(self, log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Surrogate:
-        return clipped_weight(log_ratio, logps, advantages, self.clip_low, self.clip_high)
+    def gains(self, batch: TrainBatch, logps: Tensor) -> Surrogate:
+        clips = (self.clip_low, self.clip_high)
+        return clipped_weight(self.log_ratio(batch, logps), logps, batch.advantages, *clips)
 
 
 def check_positive(

@@ -23,9 +23,8 @@ def distillation_loss(
 
     At a token it is KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student) for beta = 0,
     KL(student ‖ teacher) for beta = 1, and between them GKD's JSD (arXiv:2306.13649), which is
-    β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student. The JSD itself goes to 0
-    at both ends, where the KLs are the limits of JSD / β and JSD / (1 − β), so TRL's β of 0.01 is far weaker
-    than 0. The logits of a whole batch never exist at once.
+    β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student. As in TRL it jumps at
+    both ends: the KLs are limits of JSD / β and JSD / (1 − β). Logits of a whole batch never exist at once.
 
     Args:
         teacher: the teacher's last hidden states at the response tokens, of its own size.

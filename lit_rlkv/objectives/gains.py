@@ -32,8 +32,6 @@ class Tokens:
 
 
 Gain = Callable[[Tokens], Surrogate]
-Choice = Callable[[Tensor, Tensor, Tensor, torch.Generator | None], Tensor]
-"""From advantages, log π_old and a mask of the counted tokens, all [batch, seq], to a mask of the chosen."""
 
 
 def dppo_tv(tokens: Tokens, low: Number = 0.15, high: Number = 0.15, cap: Number = 1e4) -> Surrogate:

@@ -40,7 +40,7 @@ def test_a_learner_with_the_mask_has_the_samplers_log_probs_and_one_without_it_h
 ):
     model = tiny_model(family, n_kv_heads)
     if POLICIES[policy].reads_rope and rope_frequencies(model) is None:
-        with pytest.raises(ValueError, match="needs a model with RoPE on the halves of its heads"):
+        with pytest.raises(ValueError, match="needs RoPE on the halves of heads"):
             sampled(family, policy, n_kv_heads)
         return
     rollout = sampled(family, policy, n_kv_heads)

@@ -1,15 +1,11 @@
 """Definition of log-probs of chosen tokens and of the full-vocabulary KL, on the logits of a chunk."""
 
-import math
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 MAX_CHUNK_LOGITS = 2**24
 """Most logits held at once in float32: 64 MiB."""
-LEAST_LOGP = -1e4
-"""Of a probability that is 0 in float64, too."""
 
 
 def chosen_logps(
@@ -38,21 +34,6 @@ def kl_of_logits(
     log_q = tempered(q_logits, temperature).log_softmax(-1)
     p = log_p.exp()
     return (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
-
-
-def jsd_of_logits(
-    p_logits: Float[Tensor, "position vocab"],
-    q_logits: Float[Tensor, "position vocab"],
-    temperature: float,
-    beta: float,
-) -> Float[Tensor, " position"]:
-    """Return β·KL(p ‖ m) + (1 − β)·KL(q ‖ m) in nats, m = β·p + (1 − β)·q, for 0 < β < 1."""
-    # A floor in place of -inf, whose difference from itself is NaN.
-    log_p, log_q = (
-        tempered(logits, temperature).log_softmax(-1).clamp(min=LEAST_LOGP) for logits in (p_logits, q_logits)
-    )
-    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
-    return (beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m)).sum(-1)
 
 
 def tempered(logits: Float[Tensor, "*lead vocab"], temperature: float | int) -> Float[Tensor, "*lead vocab"]:
