@@ -238,7 +238,7 @@ class CacheSettings:
     """Size and eviction policy of a KV cache, per sequence, layer and KV head; see `lit_rlkv.CacheSpec`."""
 
     policy: Text = "snapkv"
-    """streaming h2o snapkv rkv tova knorm keydiff expected vase gkv random learned dense, or
+    """streaming h2o snapkv rkv tova knorm keydiff expected triattention vase gkv random learned dense, or
     mypackage.policies.MyPolicy"""
     budget: PositiveInt = 512
     """keys that survive a compaction"""

@@ -448,6 +448,8 @@ class Rewards(TensorBatch):
     """True for responses whose reward failed; their total is the mean of their group. None: none failed."""
     weighted: Float[Tensor, " batch"] | None = None
     """Weighted sum of the components, before normalisation; None if it equals `total`."""
+    weights: dict[str, float | int] | None = None
+    """Weights of the components of `weighted`, without zeros; None if `total` is the only part."""
 
     @property
     def scores(self) -> Float[Tensor, " batch"]:
@@ -496,6 +498,8 @@ class TrainBatch(TensorBatch):
     """The critic's values before its first update on this rollout; None without a critic."""
     returns: Float[Tensor, "batch seq"] | None = None
     """Targets of the critic; None without a critic."""
+    is_chosen: Bool[Tensor, "batch seq"] | None = None
+    """Tokens that the advantage estimator has chosen; None without a choice."""
     n_pairs: int = 0
     """Preference pairs of the whole optimizer step; rows 2i and 2i + 1 are then chosen and rejected."""
     n_decisions: int = 0

@@ -221,6 +221,8 @@ def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
     [
         *map(slow, ("dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_plain", "gspo", "cispo")),
         "ppo",
+        *map(slow, ("dppo_tv", "dppo_kl", "sapo", "gpg", "geo_mean", "kl_cov", "opo", "gdpo")),
+        "clip_cov",
         slow("online_dpo"),
     ],
 )
@@ -313,7 +315,7 @@ def test_settings_that_name_no_folder_are_refused_before_one_is_made(tmp_path, m
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--help"], "algorithm: cispo, custom, dapo, dr_grpo, grpo, gspo,"),
+        (["--help"], "algorithm: cispo, clip_cov, custom, dapo,"),
         (["--cfg", "job"], "policy: random"),
     ],
 )

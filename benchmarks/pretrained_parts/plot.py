@@ -36,6 +36,7 @@ STYLES = {
     "knorm": (PURPLE, "v"),
     "keydiff": ("#8c6bb1", "P"),
     "expected": (VERMILLION, "X"),
+    "triattention": ("#a6761d", ">"),
     "vase": ("#e7298a", "*"),
     "gkv": ("#66a61e", "<"),
     "random": (INK, "x"),

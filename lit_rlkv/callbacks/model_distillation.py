@@ -12,14 +12,14 @@ from lit_rlkv.checks import Range
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.replay import response_hidden, response_sets
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
-from lit_rlkv.objectives.distillation import distillation_kl
+from lit_rlkv.objectives.distillation import distillation_loss
 from lit_rlkv.types import TrainBatch
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelDistillation(RLCallback):
-    """Adds weight · KL(π ‖ teacher) over the full vocabulary at every response token to the loss.
+    """Adds weight · divergence from a teacher, over the full vocabulary at every response token, to the loss.
 
     The teacher is a frozen model of any size with the policy's tokenizer, and reads all keys. If the learner
     replays, the policy reads the keys that its cache held, else it reads all. This is on-policy distillation
@@ -27,8 +27,9 @@ class ModelDistillation(RLCallback):
 
     Args:
         model: checkpoint folder, GGUF file or hub name of the teacher.
-        weight: of the KL, in nats per response token.
-        reverse: True for KL(π ‖ teacher), False for KL(teacher ‖ π).
+        weight: of the divergence, in nats per response token.
+        beta: 1 for KL(π ‖ teacher), 0 for KL(teacher ‖ π), between them for GKD's JSD; see
+            `distillation_loss`.
         dtype: of the teacher's weights; None: that of the run.
 
     Raises:
@@ -39,20 +40,21 @@ class ModelDistillation(RLCallback):
     """Set by the run once it is loaded."""
 
     def __init__(
-        self, model: str, weight: float | int = 1.0, reverse: bool = True, dtype: str | None = None
+        self, model: str, weight: float | int = 1.0, beta: float | int = 1.0, dtype: str | None = None
     ) -> None:
         Range(above=0).check("distillation.weight", weight)
+        Range(least=0, most=1).check("distillation.beta", beta)
         if dtype not in (None, *DTYPES):
             raise ValueError(f"distillation.dtype must be null or {', '.join(DTYPES)}, got {dtype!r}")
         self.model = model
         self.weight = weight
-        self.reverse = reverse
+        self.beta = beta
         self.dtype = dtype
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs
     ) -> tuple[Terms, Terms]:
-        """Return the weighted mean KL over the response tokens of the optimizer step, and metrics."""
+        """Return the weighted mean divergence over the response tokens of the optimizer step, and metrics."""
         backbone, teacher = module.roles.backbone("policy"), self.teacher
         assert teacher is not None
         vocab_size = text_config(backbone).vocab_size
@@ -63,7 +65,7 @@ class ModelDistillation(RLCallback):
             """Return the logits of the policy's vocabulary; the teacher's may end in more padding."""
             return head_logits(teacher, hidden)[:, :vocab_size]
 
-        mean_kl = distillation_kl(
+        mean = distillation_loss(
             hidden,
             outputs.hidden,
             teacher_logits,
@@ -71,9 +73,9 @@ class ModelDistillation(RLCallback):
             module.temperature,
             vocab_size,
             batch.n_response_tokens,
-            reverse=self.reverse,
+            beta=self.beta,
             heads_are_frozen=head_is_frozen(backbone),
             sets=response_sets(batch.rollout),
         )
-        loss = self.weight * mean_kl
-        return {"teacher/loss": loss}, {"teacher/loss": loss, "teacher/kl": mean_kl.detach()}
+        loss = self.weight * mean
+        return {"teacher/loss": loss}, {"teacher/loss": loss, "teacher/kl": mean.detach()}

@@ -14,7 +14,7 @@ from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, response_sets
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
-from lit_rlkv.objectives.distillation import distillation_kl
+from lit_rlkv.objectives.distillation import distillation_loss
 from lit_rlkv.types import TrainBatch
 
 DIRECTIONS = ("dense_student", "sparse_student")
@@ -29,7 +29,7 @@ class _Term(NamedTuple):
     teacher: str
     teacher_shadow: bool
     student_shadow: bool
-    reverse: bool
+    beta: int
 
 
 class ShadowDistillation(RLCallback):
@@ -96,8 +96,8 @@ class ShadowDistillation(RLCallback):
                 return response_hidden(acting, batch.rollout, shadow=shadow)
 
         terms = (
-            _Term("smd", self.weight, self.teacher, not to_sparse, to_sparse, reverse=not to_sparse),
-            _Term("smd/anchor", self.anchor_weight, "reference", False, False, reverse=False),
+            _Term("smd", self.weight, self.teacher, not to_sparse, to_sparse, 0 if to_sparse else 1),
+            _Term("smd/anchor", self.anchor_weight, "reference", False, False, beta=0),
         )
         losses: Terms = {}
         metrics: Terms = {}
@@ -105,7 +105,7 @@ class ShadowDistillation(RLCallback):
             if term.weight > 0:
                 student = hidden("policy", shadow=term.student_shadow, trains=True)
                 teacher = hidden(term.teacher, shadow=term.teacher_shadow, trains=False)
-                mean_kl = distillation_kl(
+                mean_kl = distillation_loss(
                     teacher,
                     student,
                     partial(head_logits, module.roles.backbone(term.teacher)),
@@ -113,7 +113,7 @@ class ShadowDistillation(RLCallback):
                     module.temperature,
                     text_config(backbone).vocab_size,
                     batch.n_response_tokens,
-                    reverse=term.reverse,
+                    beta=term.beta,
                     heads_are_frozen=head_is_frozen(backbone),
                     sets=response_sets(batch.rollout),
                 )

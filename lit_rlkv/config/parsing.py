@@ -217,6 +217,13 @@ def _check_losses(cfg: Config) -> None:
         f"algorithm.resample={cfg.algorithm.resample} replaces groups of equal rewards, which a group of "
         "algorithm.group_size=1 always is; use resample=0, or larger groups",
     )
+    reward, kl = cfg.reward, cfg.algorithm.kl
+    require(
+        cfg.algorithm.advantage.get("estimator") != "gdpo"
+        or (reward.normalize == "none" and reward.clip is None and (kl.place == "loss" or kl.weight == 0)),
+        "gdpo scales each part of the reward to one std; use reward.normalize=none, reward.clip=null and "
+        f"algorithm.kl.place=loss, got {reward.normalize}, {show(reward.clip)} and {kl.place}",
+    )
     longest, buffer = cfg.rollout.max_new_tokens, cfg.reward.overlong_buffer
     require(
         buffer is None or buffer <= longest,

@@ -215,7 +215,7 @@ class AlgorithmConfig:
     advantage: Node = field(default_factory=by_its_group)
     """advantage estimator: GroupAdvantage, GAEAdvantage, ReturnAdvantage, PairAdvantage, or your own"""
     loss: Node = field(default_factory=by_its_group)
-    """LightningModule with the policy's loss: GRPO, CISPO, Reinforce, PPO, OnlineDPO, or your own"""
+    """LightningModule with the policy's loss: GRPO, CISPO, Reinforce, PPO, OnlineDPO, TokenLoss, or yours"""
 
 
 @dataclass(frozen=True, kw_only=True)

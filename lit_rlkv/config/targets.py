@@ -19,7 +19,12 @@ ALLOWED = {
     "task": ("lit_rlkv.tasks.",),
     "environment": ("lit_rlkv.environments.",),
     "model": ("lit_rlkv.models.presets.",),
-    "algorithm": ("lit_rlkv.experience.advantages.", "lit_rlkv.modules.", "lit_rlkv.rewards.judges."),
+    "algorithm": (
+        "lit_rlkv.experience.advantages.",
+        "lit_rlkv.modules.",
+        "lit_rlkv.objectives.gains.",
+        "lit_rlkv.rewards.judges.",
+    ),
     "correction": ("lit_rlkv.objectives.corrections.",),
     "distillation": CALLBACKS,
     "reward": ("lit_rlkv.rewards.functions.",),
@@ -44,6 +49,7 @@ IMPORTABLE = ("lit_rlkv.", *OPTIMIZERS, "lightning.pytorch.loggers.")
 WITH_FUNCTIONS = (
     "lit_rlkv.models.presets.",
     "lit_rlkv.objectives.corrections.",
+    "lit_rlkv.objectives.gains.",
     "lit_rlkv.rewards.judges.",
     "lit_rlkv.tasks.preferences.",
     "lit_rlkv.tasks.problems.",

@@ -18,6 +18,7 @@ from lit_rlkv.experience.score import ENTROPY
 from lit_rlkv.objectives.entropy import has_high_entropy
 from lit_rlkv.objectives.preference import best_and_worst
 from lit_rlkv.rewards.judges import tournament
+from lit_rlkv.rng import stream
 from lit_rlkv.tasks import Task
 from lit_rlkv.types import Problem, Rollout
 
@@ -32,6 +33,8 @@ class Advantages:
     units: Int[Tensor, "unit member"]
     """Rows of one unit stay in one minibatch: a single row, or a chosen and a rejected response."""
     returns: Float[Tensor, "batch seq"] | None = None
+    is_chosen: Bool[Tensor, "batch seq"] | None = None
+    """Tokens that a loss treats in another way; None without a choice."""
 
 
 class AdvantageEstimator(ABC):
@@ -84,10 +87,11 @@ class GroupAdvantage(AdvantageEstimator):
     """Every response token gets the advantage of its response within its group.
 
     Args:
-        estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`.
+        estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`, or its `opo` or `gdpo`.
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
         top_entropy_quantile: share of the response tokens, those of the highest entropy, that the policy's
             objective learns from; see `has_high_entropy`. The others stay in denominators, as in TRL.
+        choose: function such as `by_covariance`, which chooses tokens for a loss by π_old; None: none.
 
     Raises:
         ValueError: the estimator is unknown, or `top_entropy_quantile` is not between 0 and 1.
@@ -100,11 +104,11 @@ class GroupAdvantage(AdvantageEstimator):
         estimator: str,
         filter_zero_std_groups: bool = False,
         top_entropy_quantile: float | int = 1.0,
+        choose: Callable[..., Tensor] | None = None,
     ) -> None:
-        if estimator not in group.ESTIMATORS:
-            raise ValueError(
-                f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
-            )
+        known = (*group.ESTIMATORS, "opo", "gdpo")
+        if estimator not in known:
+            raise ValueError(f"estimator={estimator!r} is unknown; choose one of {', '.join(known)}")
         if not 0 <= top_entropy_quantile <= 1:
             raise ValueError(
                 f"top_entropy_quantile must be between 0 and 1, got {top_entropy_quantile}; 1 learns from "
@@ -112,14 +116,17 @@ class GroupAdvantage(AdvantageEstimator):
             )
         self.top_entropy_quantile = top_entropy_quantile
         self.statistics = () if top_entropy_quantile == 1 else (ENTROPY,)
-        self.estimate = group.ESTIMATORS[estimator]
+        self.estimator = estimator
+        self.choose = choose
+        if choose is not None:  # it checks its options
+            choose(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), None)
         self.filter_zero_std_groups = filter_zero_std_groups
 
     def compute(self, experience: Experience) -> Advantages:
         """Return the group advantage of R − Σ_t β·KL_t at every token of a response; see `ESTIMATORS`.
 
-        `filter_zero_std_groups` compares R alone. A response whose reward failed gets advantage 0 and does
-        not enter its group's baseline.
+        `filter_zero_std_groups` compares R alone, or each part of it (gdpo). A response whose reward failed
+        gets advantage 0 and does not enter its group's baseline.
 
         Args:
             experience: whole groups, the `group_size` rows of a group side by side.
@@ -128,23 +135,37 @@ class GroupAdvantage(AdvantageEstimator):
             Advantages [batch, seq], 0 outside `response_mask`, in standard deviations or the reward's unit;
             units [batch, 1], one row each; no returns.
         """
-        rollout, group_size = experience.rollout, experience.group_size
-        total = experience.rewards.total
-        rewards = (total - experience.kl_penalty.sum(dim=1)).view(-1, group_size)
+        rollout, given = experience.rollout, experience.rewards
+        rewards = (given.total - experience.kl_penalty.sum(dim=1)).view(-1, experience.group_size)
+        is_valid = torch.ones_like(rewards, dtype=torch.bool)
+        if given.is_failed is not None:
+            is_valid = ~given.is_failed.view_as(rewards)
+        parts = {"total": given.total}
+        if self.estimator == "gdpo" and given.weights is not None:
+            parts = {name: given.components[name] for name in given.weights}
+            parts["penalties"] = given.total - given.scores
+        parts = {name: part.view_as(rewards) for name, part in parts.items()}
         is_counted = experience.weights.is_counted
         if self.filter_zero_std_groups:  # by R, because rewards with a KL are never equal
-            is_kept = group.is_informative(total.view(-1, group_size)).repeat_interleave(group_size)
+            differs = [group.is_informative(part) for part in parts.values()]
+            is_kept = torch.stack(differs).any(dim=0).repeat_interleave(experience.group_size)
             is_counted = is_counted & is_kept[:, None]
-        is_failed = experience.rewards.is_failed
-        if is_failed is not None and is_failed.any():
-            found = group.without_failures(self.estimate, rewards, ~is_failed.view(-1, group_size))
+        if self.estimator == "gdpo":
+            found = whiten(group.gdpo(parts, given.weights or {}, is_valid), is_valid)
+        elif self.estimator == "opo":
+            lengths = rollout.response_mask.sum(dim=1).view_as(rewards) * is_valid
+            found = group.opo(rewards, lengths).masked_fill(~is_valid, 0.0)
         else:
-            found = self.estimate(rewards)
+            found = group.without_failures(group.ESTIMATORS[self.estimator], rewards, is_valid)
         advantages = group.broadcast_to_response(found.flatten(), rollout.response_mask)
         if experience.entropy is not None:
             is_learned = has_high_entropy(experience.entropy, is_counted, self.top_entropy_quantile)
             advantages = advantages.masked_fill(~is_learned, 0.0)
-        return Advantages(advantages, is_counted, _single_rows(rollout))
+        is_chosen = None
+        if self.choose is not None:
+            draws = stream(0, "choose", experience.iteration)
+            is_chosen = self.choose(advantages, experience.old_logps, is_counted, draws)
+        return Advantages(advantages, is_counted, _single_rows(rollout), is_chosen=is_chosen)
 
 
 class GAEAdvantage(AdvantageEstimator):

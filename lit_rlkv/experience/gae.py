@@ -76,9 +76,9 @@ def returns(
 
 
 def whiten(
-    advantages: Float[Tensor, "batch seq"], is_counted: Bool[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """Return (A − mean) / unbiased std over the counted tokens; 0 elsewhere, or if all are equal."""
+    advantages: Float[Tensor, "*shape"], is_counted: Bool[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return (A − mean) / unbiased std over the counted entries; 0 elsewhere, or if all are equal."""
     # From the smallest first: equal numbers less their rounded mean would leave a rest, as in `centred`.
     origin = advantages.masked_fill(~is_counted, float("inf")).min()
     differences = (advantages - origin).masked_fill(~is_counted, 0.0)

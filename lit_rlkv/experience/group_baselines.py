@@ -1,9 +1,9 @@
 """Group baselines: advantages of a response over the other responses to the prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 STD_FLOOR = 1e-4
@@ -47,6 +47,43 @@ def batch_std(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt g
     return centred(rewards) / (rewards.std() + STD_FLOOR)
 
 
+def gpg(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+    """Return (R − group mean)·n / #(R ≠ 0) over the batch, as verl does for GPG (arXiv:2504.02546).
+
+    The paper makes up for groups that teach nothing; this counts wrong responses, if their reward is 0.
+    """
+    return centred(rewards) / _nonzero_share(rewards)
+
+
+def _nonzero_share(rewards: Tensor) -> Tensor:
+    return (rewards != 0).sum().clamp(min=1) / rewards.numel()
+
+
+def opo(
+    rewards: Float[Tensor, "prompt group"], lengths: Int[Tensor, "prompt group"]
+) -> Float[Tensor, "prompt group"]:
+    """Return R − Σ length·R / Σ length within the group (arXiv:2505.23585)."""
+    differences = rewards - rewards[:, :1]  # exact for equal rewards, as in `centred`
+    total = lengths.sum(dim=1, keepdim=True).clamp(min=1)
+    return differences - (lengths * differences).sum(dim=1, keepdim=True) / total
+
+
+def gdpo(
+    parts: Mapping[str, Tensor], weights: Mapping[str, float | int], is_valid: Bool[Tensor, "prompt group"]
+) -> Float[Tensor, "prompt group"]:
+    """Return Σ weight·`grpo`(part), which GDPO whitens over the responses of the batch (arXiv:2601.05242).
+
+    This is TRL's `normalize_then_sum`. verl whitens over tokens, which counts long responses more.
+
+    Args:
+        parts: parts of the reward, [prompt, group] each; weight 1 for those that `weights` lacks.
+    """
+    return sum(
+        (weights.get(name, 1) * without_failures(grpo, part, is_valid) for name, part in parts.items()),
+        start=is_valid * 0.0,
+    )
+
+
 ESTIMATORS = {
     "grpo": grpo,
     "dr_grpo": centred,
@@ -54,17 +91,18 @@ ESTIMATORS = {
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "batch_std": batch_std,
+    "gpg": gpg,
 }
 
 Estimate = Callable[[Tensor], Tensor]
 """Rewards to advantages, both [prompt, group]."""
 
-SCALED_BY_BATCH: dict[Estimate, Callable[[Tensor, Tensor], Tensor]] = {
-    reinforce_pp: lambda rewards, advantages: advantages,
-    batch_std: lambda rewards, advantages: rewards,
+SCALES_OF_BATCH: dict[Estimate, Callable[[Tensor, Tensor], Tensor]] = {
+    reinforce_pp: lambda rewards, advantages: advantages.std() + STD_FLOOR,
+    batch_std: lambda rewards, advantages: rewards.std() + STD_FLOOR,
+    gpg: lambda rewards, advantages: _nonzero_share(rewards),
 }
-"""Estimators that divide by a std over the batch. The function takes rewards and centred advantages, and
-returns those of the two whose std it is."""
+"""Divisors of the estimators that divide by a number of the batch, from rewards and centred advantages."""
 
 
 def without_failures(
@@ -74,16 +112,16 @@ def without_failures(
 
     Failed responses get advantage 0, and so does a single valid one. `is_valid` is [prompt, group].
     """
-    scaled = SCALED_BY_BATCH.get(estimate)
-    within = estimate if scaled is None else centred
+    scale = SCALES_OF_BATCH.get(estimate)
+    within = estimate if scale is None else centred
     advantages = within(rewards)
     for row in (~is_valid).any(dim=1).nonzero().flatten().tolist():
         kept = is_valid[row]
         advantages[row] = 0.0
         if int(kept.sum()) > 1:
             advantages[row, kept] = within(rewards[row, kept][None])[0]
-    if scaled is not None and int(is_valid.sum()) > 1:
-        advantages = advantages / (scaled(rewards, advantages)[is_valid].std() + STD_FLOOR)
+    if scale is not None and int(is_valid.sum()) > 1:
+        advantages = advantages / scale(rewards[is_valid], advantages[is_valid])
     return advantages
 
 

@@ -183,6 +183,7 @@ class MinibatchSplitter:
             ends_step=True,
             old_values=experience.values,
             returns=advantages.returns,
+            is_chosen=advantages.is_chosen,
         )
         return whole, advantages, is_response
 

@@ -105,4 +105,5 @@ def _joined_rewards(first: Rewards, more: Rewards) -> Rewards:
         },
         is_failed=None if first.is_failed is None and more.is_failed is None else torch.cat(failed),
         weighted=torch.cat([first.scores, more.scores]),
+        weights=first.weights,
     )

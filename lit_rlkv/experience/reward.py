@@ -187,7 +187,8 @@ class RewardRule:
         if is_failed.any():
             total, weighted = (imputed(values, is_failed, group_size) for values in (total, weighted))
         can_fail = bool(self.functions) or ENVIRONMENT in components or bool(is_failed.any())
-        return Rewards(total, dict(components), is_failed if can_fail else None, weighted)
+        failed, weights = is_failed if can_fail else None, self._weights(components)
+        return Rewards(total, dict(components), failed, weighted, weights)
 
     def weighted(self, components: Mapping[str, Float[Tensor, " batch"]]) -> Float[Tensor, " batch"]:
         """Return the weighted sums of the components; NaN for responses without a reward."""

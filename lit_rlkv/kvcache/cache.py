@@ -37,9 +37,10 @@ class SlotCache(Cache):
         n_slots: slots of a row of a dense cache until it grows; None: `seq_len`, so that it never does.
         kinds: kind of each layer; None: all attend to all keys.
         scorer: what a trained policy has made for the model.
+        frequencies: see `SlotView.frequencies`.
 
     Raises:
-        ValueError: a trained policy has no scorer.
+        ValueError: a policy needs a scorer or frequencies and gets none.
     """
 
     def __init__(
@@ -56,10 +57,17 @@ class SlotCache(Cache):
         n_slots: int | None = None,
         kinds: Sequence[LayerKind] | None = None,
         scorer: nn.Module | None = None,
+        frequencies: Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
         self.policy = spec.make_policy()
+        self.frequencies = frequencies
+        if self.policy is not None and self.policy.reads_rope and frequencies is None:
+            raise ValueError(
+                f"cache.policy={spec.policy_name} needs RoPE on the halves of heads, alike in all layers; "
+                "this model has another or none, so use another policy"
+            )
         self.generator = generator
         self.n_rows = n_rows
         self.seq_len = seq_len

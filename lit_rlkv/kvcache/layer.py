@@ -447,6 +447,7 @@ class SlotLayer(CacheLayerMixin):
             is_due=is_due,
             now=newest + 1,
             scorer=self.scorer,
+            frequencies=self.cache.frequencies,
         )
         if policy is not None and policy.tracks_attention == "renewed" and attention is not None:
             attention.copy_(torch.where(is_due[:, None, None], policy.renew(view), attention))

@@ -30,6 +30,8 @@ VASE_SHARE = 4
 """Keys of the budget for each one that VaSE keeps for its large value."""
 VASE_LARGE = 1000.0
 """Added to the scores of large values: more than a log-probability with Gumbel noise reaches."""
+TRI_DISTANCES = 17
+"""Future distances of TriAttention, 1 to 65,536."""
 GKV_DECAY, GKV_IMPORTANCE = 0.8, 0.5
 """Part α of its score that a key keeps at the next compaction, and weight λ of that score, in G-KV."""
 
@@ -67,6 +69,9 @@ class SlotView:
     """First column whose query will not see the evicted keys: that of the latest query + 1."""
     scorer: Callable[..., Tensor] | None = None
     """This layer's part of what `Policy.make_scorer` has made; None without one."""
+    frequencies: Float[Tensor, " pair"] | None = None
+    """Radians by which RoPE rotates the pairs of numbers d and d + n_pairs per column; None unless the policy
+    sets `reads_rope`."""
 
     @cached_property
     def keys(self) -> Float[Tensor, "batch kv_head slot dim"]:
@@ -97,6 +102,8 @@ class Policy(ABC):
     written, "last" query only, or None. "renewed": what `renew` returns, before each call of `score`."""
     sees_queries: ClassVar[bool] = False
     """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
+    reads_rope: ClassVar[bool] = False
+    """True if `SlotView.frequencies` is needed; models without RoPE in halves are then refused."""
     draws: bool = False
     """True if scores are random, so that the responses to one prompt must not share them.
 
@@ -250,6 +257,52 @@ class Expected(Policy):
         )
 
 
+class TriAttention(Policy):
+    """Keys by the attention that RoPE gives them at future distances from a mean query (arXiv:2604.04921).
+
+    score(k) = max over group of z(s), s = mean over δ = 1, 2, 4, …, 65,536 of q̄·k, with q̄ rotated to column
+    now + δ, plus Σ_f (mean |q_f| − |q̄_f|)·|k_f| over the rotated pairs f; z is the z-score over candidates.
+
+    The means are over the latest `window` queries, rotated back, so they follow the policy as it learns; the
+    authors fix them before, on any text. Left padding cancels, because distances alone count.
+
+    Args:
+        standardize: take z, as TensorRT-LLM does; False: z(s) = s, as the authors' class does.
+    """
+
+    sees_queries = True
+    reads_rope = True
+
+    def __init__(self, standardize: bool = True) -> None:
+        if not isinstance(standardize, bool):
+            raise ValueError(f"standardize must be true or false, got {standardize!r}; choose one")
+        self.standardize = standardize
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        assert view.queries is not None
+        assert view.query_columns is not None
+        assert view.now is not None
+        assert view.frequencies is not None
+        dtype = torch.promote_types(view.queries.dtype, torch.float32)
+        frequencies, n_rotated = view.frequencies.to(dtype), 2 * len(view.frequencies)
+        queries, keys = view.queries.to(dtype), view.keys.to(dtype)
+        pairs = torch.complex(*queries[..., :n_rotated].chunk(2, dim=-1))
+        age = (view.now[:, None] - view.query_columns)[:, None, None, :, None].to(dtype)
+        mean = (pairs * (1j * age * frequencies).exp()).mean(dim=3)
+        ahead = 2 ** torch.arange(TRI_DISTANCES, device=keys.device, dtype=dtype)
+        turned = mean * (1j * ahead[:, None] * frequencies).exp().mean(dim=0)
+        query = torch.cat([turned.real, turned.imag, queries[..., n_rotated:].mean(dim=3)], dim=-1)
+        key_size = torch.hypot(*keys[..., :n_rotated].chunk(2, dim=-1))
+        scores = query @ keys.mT + (pairs.abs().mean(dim=3) - mean.abs()) @ key_size.mT
+        if self.standardize:
+            is_candidate = (view.is_live & ~view.is_recent & ~view.is_first)[:, :, None]
+            n = is_candidate.sum(-1, keepdim=True).clamp(min=1)
+            scores = scores - scores.masked_fill(~is_candidate, 0.0).sum(-1, keepdim=True) / n
+            variance = scores.square().masked_fill(~is_candidate, 0.0).sum(-1, keepdim=True) / n
+            scores = scores / variance.sqrt().clamp(min=1e-6)
+        return scores.amax(dim=2)
+
+
 class VaSE(Policy):
     """Keys of the largest values, and others drawn by attention (arXiv:2606.03928).
 
@@ -373,13 +426,15 @@ POLICIES: dict[str, type[Policy]] = {
     "knorm": KNorm,
     "keydiff": KeyDiff,
     "expected": Expected,
+    "triattention": TriAttention,
     "vase": VaSE,
     "gkv": GKV,
     "random": Random,
     "learned": Learned,
 }
 UNTRAINED = tuple(name for name, policy in POLICIES.items() if not policy.is_trained)
-"""Policies without a scorer, so that they work with every model."""
+"""Policies without a scorer."""
+WITHOUT_OPTIONS = tuple(name for name, policy in POLICIES.items() if policy.__init__ is object.__init__)
 DENSE = "dense"
 """Name that stands for no policy: every key is kept."""
 

@@ -7,11 +7,11 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies import DENSE, POLICIES, UNTRAINED, Policy, load_policy_class
+from lit_rlkv.kvcache.policies import DENSE, POLICIES, WITHOUT_OPTIONS, Policy, load_policy_class
 from lit_rlkv.settings import CacheSettings, dataclass
 
 BETA = 20
-"""PyramidKV (arXiv:2406.02069): the last layer chooses 1 / BETA of the mean number of keys."""
+"""After PyramidKV (arXiv:2406.02069), the last layer chooses 1 / BETA of the mean number of keys."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class CacheSpec(CacheSettings):
                 f"cache.policy must be one of {', '.join((DENSE, *POLICIES))}, or a policy of your own, "
                 f"got {self.policy!r}; choose one"
             )
-        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *UNTRAINED)
+        takes_none = isinstance(self.policy, Policy) or self.policy in (DENSE, *WITHOUT_OPTIONS)
         if takes_none and self.policy_options:
             raise ValueError(
                 f"policy_options={self.policy_options} have no effect on {self.policy_name}; leave them out"

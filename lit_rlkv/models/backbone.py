@@ -1,6 +1,7 @@
 """Backbones: forwards of any prepared transformers causal LM, and facts from its config."""
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -112,6 +113,20 @@ def table_rows(model: PreTrainedModel) -> dict[int, int] | None:
     kinds = layer_kinds(model)
     attending = [number for number, kind in enumerate(kinds) if kind.attends]
     return None if len(attending) == len(kinds) else {number: row for row, number in enumerate(attending)}
+
+
+def rope_frequencies(model: PreTrainedModel) -> Float[Tensor, " pair"] | None:
+    """Return the radians per token of RoPE's pairs, of the numbers d and d + n_pairs of a head.
+
+    None if the model has no RoPE, another or none in some layers, or one of other pairs.
+    """
+    found = [part for name, part in model.named_modules() if name.endswith("rotary_emb")]
+    others = [optional_setting(text_config(model), name) for name in ("no_rope_layers", "qk_rope_head_dim")]
+    if len(found) != 1 or any(others):
+        return None
+    rotate = getattr(import_module(type(found[0]).__module__), "rotate_half", None)
+    is_halves = rotate is not None and rotate(torch.arange(4)).tolist() == [-2, -3, 0, 1]
+    return getattr(found[0], "inv_freq", None) if is_halves else None
 
 
 def has_states(model: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""Shadow Mask Distillation's loss: the KL between a teacher and a student over the full vocabulary."""
+"""Losses of distillation: a divergence between teacher and student over the full vocabulary."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from lit_rlkv.kernels.token_logps import Head, TokenSets, policy_kl
 
 
-def distillation_kl(
+def distillation_loss(
     teacher: Float[Tensor, "action teacher_dim"],
     student: Float[Tensor, "action dim"],
     teacher_head: Head,
@@ -15,14 +15,16 @@ def distillation_kl(
     vocab_size: int,
     n_response_tokens: int,
     *,
-    reverse: bool,
+    beta: float | int,
     heads_are_frozen: bool = False,
     sets: TokenSets | None = None,
 ) -> Float[Tensor, ""]:
-    """Return Σ KL / n_response_tokens in nats, with a stop-gradient on the teacher (arXiv:2605.06850).
+    """Return Σ divergence / n_response_tokens in nats, with a stop-gradient on the teacher.
 
-    The KL of a token is KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student), or
-    KL(student ‖ teacher) if `reverse`. The logits of a whole batch never exist at once.
+    At a token it is KL(teacher ‖ student) = Σ_v p_teacher (log p_teacher − log p_student) for beta = 0,
+    KL(student ‖ teacher) for beta = 1, and between them GKD's JSD (arXiv:2306.13649), which is
+    β·KL(teacher ‖ m) + (1 − β)·KL(student ‖ m) with m = β·teacher + (1 − β)·student. As in TRL it jumps at
+    both ends: the KLs are limits of JSD / β and JSD / (1 − β). Logits of a whole batch never exist at once.
 
     Args:
         teacher: the teacher's last hidden states at the response tokens, of its own size.
@@ -31,6 +33,7 @@ def distillation_kl(
         student_head: the same for the student.
         temperature: divides the logits of both.
         n_response_tokens: the denominator, counted over the whole optimizer step and all ranks.
+        beta: from 0 to 1, as in TRL.
         heads_are_frozen: True if no parameter of either head needs a gradient.
         sets: renormalise teacher and student over the same set at each token; see `token_logps`.
 
@@ -42,15 +45,16 @@ def distillation_kl(
         return teacher_head(hidden).detach()
 
     sides = ((teacher.detach(), stopped_head), (student, student_head))
-    (hidden_p, head_p), (hidden_q, head_q) = reversed(sides) if reverse else sides
-    token_kl = policy_kl(
+    (hidden_p, head_p), (hidden_q, head_q) = reversed(sides) if beta == 1 else sides
+    token_loss = policy_kl(
         hidden_p,
         hidden_q,
         head_p,
         head_q,
         temperature,
         vocab_size,
+        beta=beta % 1,
         heads_are_frozen=heads_are_frozen,
         sets=sets,
     )
-    return token_kl.sum() / n_response_tokens
+    return token_loss.sum() / n_response_tokens

@@ -109,7 +109,8 @@ def _algorithm(config: Tree) -> str:
     """Return the advantage estimator of GRPO's variants, or the loss; and the size of the run."""
     node = config.get("algorithm", {})
     loss = node.get("loss") or {}
-    estimator, kind = (node.get("advantage") or {}).get("estimator"), _class(loss)
+    estimator = (node.get("advantage") or {}).get("estimator")
+    kind = _class(loss.get("gain")) or _class(loss)
     name = str(estimator) if estimator and kind in ("GRPO", "") else kind
     ratio = " with one ratio per response" if loss.get("importance_sampling_level") == "sequence" else ""
     n_prompts = config.get("rollout", {}).get("n_prompts")

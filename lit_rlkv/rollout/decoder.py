@@ -23,6 +23,7 @@ from lit_rlkv.models.backbone import (
     head_logits,
     hidden_states,
     layer_kinds,
+    rope_frequencies,
     text_config,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
@@ -142,6 +143,7 @@ class Decoder:
             n_slots=min(self.seq_len, n_prompt_columns + FIRST_TOKENS),
             kinds=layer_kinds(model),
             scorer=kv_scorer_of(model),
+            frequencies=rope_frequencies(model),
         )
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)

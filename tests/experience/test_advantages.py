@@ -82,6 +82,35 @@ def test_groups_that_agree_are_left_out_where_that_is_asked_for():
     assert torch.equal(GroupAdvantage("dapo").compute(experience).is_counted, IS_ACTION)
 
 
+def test_opo_weighs_the_baseline_by_the_lengths_and_leaves_failures_out():
+    # Lengths 3 and 2: baselines (3·1 + 2·2) / 5 = 1.4; the second group has one response left.
+    experience = make_experience([1.0, 2.0, 0.5, 9.0])
+    failed = replace(experience.rewards, is_failed=torch.tensor([False, False, False, True]))
+    found = GroupAdvantage("opo").compute(replace(experience, rewards=failed)).advantages
+    torch.testing.assert_close(found, torch.tensor([-0.4, 0.6, 0.0, 0.0])[:, None] * IS_ACTION)
+
+
+def test_gdpo_scales_each_part_of_the_reward_and_keeps_groups_whose_parts_differ():
+    experience = make_experience([0.0] * 4)
+    parts = {"a": torch.tensor([1.0, 0.0, 2.0, 2.0]), "b": torch.tensor([0.0, 1.0, 5.0, 5.0])}
+    weighted = 0.5 * parts["a"] + 0.25 * parts["b"]
+    rewards = Rewards(
+        weighted - torch.tensor([0.0, 0.1, 0.0, 0.0]), parts, None, weighted, {"a": 0.5, "b": 0.25}
+    )
+    found = GroupAdvantage("gdpo", filter_zero_std_groups=True).compute(replace(experience, rewards=rewards))
+    assert found.is_counted.any(dim=1).tolist() == [True, True, False, False]
+    # z = ±√½ of three parts, weights ½ − ¼ + 1 with the penalty: two of four responses differ from 0
+    expected = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None] * 1.5**0.5 * IS_ACTION
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-2, atol=1e-6)
+    unpenalised = replace(rewards, total=weighted)
+    for weights, sign in [({"a": 0.5, "b": 0.25}, 1), ({"a": 0.25, "b": 0.5}, -1)]:
+        given = replace(experience, rewards=replace(unpenalised, weights=weights))
+        found = GroupAdvantage("gdpo").compute(given).advantages
+        torch.testing.assert_close(found, sign * expected, rtol=1e-2, atol=1e-6)
+    alone = GroupAdvantage("gdpo").compute(make_experience([1.0, 0.0, 2.0, 2.0]))  # the only part
+    torch.testing.assert_close(alone.advantages, expected, rtol=1e-2, atol=1e-6)
+
+
 def test_a_kl_in_the_reward_does_not_make_a_group_disagree():
     experience = make_experience([1.0, 2.0, 0.5, 0.5], kl_penalty=PENALTY)
     kept = GroupAdvantage("dapo", filter_zero_std_groups=True).compute(experience).is_counted

@@ -3,14 +3,18 @@ import math
 import pytest
 import torch
 
+from lit_rlkv.experience.gae import whiten
 from lit_rlkv.experience.group_baselines import (
     ESTIMATORS,
     STD_FLOOR,
     batch_std,
     broadcast_to_response,
     centred,
+    gdpo,
+    gpg,
     grpo,
     is_informative,
+    opo,
     reinforce_pp,
     rloo,
     without_failures,
@@ -75,6 +79,56 @@ def test_batch_std_is_scale_rewards_batch_of_trl():
     assert (batch_std(rewards) - reinforce_pp(rewards)).abs().max() > 0.01  # the std of what is centred
 
 
+def test_gpg_is_scaled_by_the_share_of_rewards_that_are_not_zero_as_in_verl():
+    # compute_gpg_outcome_advantage: (R − mean)·n / #(R ≠ 0); 6 of the 8 rewards are 1.
+    torch.testing.assert_close(gpg(REWARDS), torch.tensor([[4.0, -4.0, 4.0, -4.0], [0.0] * 4]) / 6)
+
+
+LENGTHS = torch.tensor([[3, 1, 7, 2, 5]] * 5 + [[1, 1, 1, 1, 1]])
+
+
+def test_opo_is_the_reward_less_the_mean_by_lengths_as_in_verl():
+    rewards = RANDOM.double()
+    for lengths, group, found in zip(LENGTHS.tolist(), rewards.tolist(), opo(rewards, LENGTHS), strict=True):
+        baseline = sum(n * reward for n, reward in zip(lengths, group, strict=True)) / sum(lengths)
+        assert found.tolist() == pytest.approx([reward - baseline for reward in group], rel=1e-12)
+    assert (opo(rewards, LENGTHS) - centred(rewards)).abs().amax(dim=1)[:5].min() > 1e-3
+    torch.testing.assert_close(opo(rewards, LENGTHS)[5], centred(rewards)[5])  # of equal lengths
+    assert not any(opo(equal, torch.arange(equal.numel()).view_as(equal)).any() for equal in EQUAL)
+    assert not opo(rewards[:, :1], LENGTHS[:, :1]).any()  # groups of one
+
+
+PARTS = {"a": RANDOM.double(), "b": 100 * RANDOM.double().flip(0) ** 2, "c": torch.zeros(6, 5).double()}
+WEIGHTS = {"a": 0.5, "b": 0.25}
+
+
+def test_gdpo_is_normalize_then_sum_of_trl():
+    # TRL 1.16: z-score of each reward in its group, weighted sum, (A − mean) / (std + 1e-4) over the batch.
+    expected = torch.zeros(6, 5, dtype=torch.float64)
+    for name, part in PARTS.items():
+        for row, group in enumerate(part.tolist()):
+            mean = sum(group) / len(group)
+            std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / (len(group) - 1))
+            scores = [(reward - mean) / (std + 1e-4) for reward in group]
+            expected[row] += WEIGHTS.get(name, 1.0) * torch.tensor(scores, dtype=torch.float64)
+    everyone = torch.ones(6, 5, dtype=torch.bool)
+    found = gdpo(PARTS, WEIGHTS, everyone)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected = (expected - expected.mean()) / (expected.std() + 1e-4)
+    torch.testing.assert_close(whiten(found, everyone), expected, rtol=1e-12, atol=1e-12)
+    summed = grpo(0.5 * PARTS["a"] + 0.25 * PARTS["b"])  # where the large reward decides alone
+    assert (whiten(found, everyone) - summed).abs().max() > 0.5
+
+
+def test_gdpo_leaves_failed_responses_out():
+    is_valid = torch.arange(5).expand(6, 5) < 3
+    broken = {name: part.masked_fill(~is_valid, math.nan) for name, part in PARTS.items()}
+    found = gdpo(broken, WEIGHTS, is_valid)
+    alone = gdpo({name: part[:, :3] for name, part in PARTS.items()}, WEIGHTS, is_valid[:, :3])
+    torch.testing.assert_close(found[:, :3], alone, rtol=1e-12, atol=1e-12)
+    assert not found[:, 3:].any()
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages_of_a_group_sum_to_zero(name: str):
     advantages = ESTIMATORS[name](RANDOM)
@@ -116,6 +170,8 @@ def test_responses_without_a_reward_leave_the_others_as_if_they_were_alone(name)
         )
     elif name == "batch_std":
         alone = torch.tensor([[0.5, -0.5], [1.0, -1.0]]) / (rewards[is_valid].std() + STD_FLOOR)
+    elif name == "gpg":  # four of five rewards are not 0
+        alone = torch.tensor([[0.5, -0.5], [1.0, -1.0]]) * 5 / 4
     torch.testing.assert_close(found[:2, :2], alone)
     assert found[~is_valid].abs().sum() == 0
     assert found[2].abs().sum() == 0

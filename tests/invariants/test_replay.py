@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import POLICIES
 from lit_rlkv.models import replay_logps
-from lit_rlkv.models.backbone import hidden_states, token_positions
+from lit_rlkv.models.backbone import hidden_states, rope_frequencies, token_positions
 from lit_rlkv.models.replay import response_logps
 from lit_rlkv.types import Rollout
 from tests.hand_built import replayed
@@ -38,7 +38,12 @@ def sampled(family: str, policy: str, n_kv_heads: int = 2) -> Rollout:
 def test_a_learner_with_the_mask_has_the_samplers_log_probs_and_one_without_it_has_not(
     family: str, policy: str, n_kv_heads: int
 ):
-    model, rollout = tiny_model(family, n_kv_heads), sampled(family, policy, n_kv_heads)
+    model = tiny_model(family, n_kv_heads)
+    if POLICIES[policy].reads_rope and rope_frequencies(model) is None:
+        with pytest.raises(ValueError, match="needs RoPE on the halves of heads"):
+            sampled(family, policy, n_kv_heads)
+        return
+    rollout = sampled(family, policy, n_kv_heads)
     found = gap(model, rollout)
     assert found < TOLERANCE
     assert gap(model, rollout, shadow=False) > 100 * max(found, FLOAT_ERROR)

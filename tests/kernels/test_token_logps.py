@@ -156,6 +156,21 @@ def test_values_and_gradients_are_those_of_a_plain_softmax(
     assert torch.equal(alone, logps)
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_the_divergence_between_both_kls_is_that_of_its_definition(is_frozen: bool):
+    p, q, head = make_hidden(1), make_hidden(3), CountingHead(is_frozen=is_frozen)
+    found = policy_kl(p, q, head, head, 0.7, VOCAB, beta=0.3, heads_are_frozen=is_frozen)
+    of_p, of_q = ((hidden @ head.weight.T / 0.7).softmax(-1) for hidden in (p, q))
+    m = 0.3 * of_p + 0.7 * of_q
+    expected = (0.3 * of_p * (of_p / m).log() + 0.7 * of_q * (of_q / m).log()).sum(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    trained = [p, q] if is_frozen else [p, q, head.weight]
+    weights = torch.arange(1.0, N_POSITIONS + 1)
+    gradients = [torch.autograd.grad((one * weights).sum(), trained) for one in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    assert (policy_kl(q, p, head, head, 0.7, VOCAB, beta=0.3) - found).abs().max() > 1e-3
+
+
 def test_a_vocabulary_larger_than_a_chunk_goes_one_position_at_a_time(monkeypatch: pytest.MonkeyPatch):
     set_chunk(monkeypatch, VOCAB - 1)
     head = CountingHead()

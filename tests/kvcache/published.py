@@ -4,11 +4,15 @@
 `queries[g][w]` are the latest `window` queries of each query head, at `query_positions`.
 """
 
+import cmath
 import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+FREQUENCIES = (1.0, 0.1, 0.01)
+"""Of RoPE's pairs, in radians per position: 6 numbers of a head are rotated, others are not."""
 
 
 @dataclass
@@ -174,6 +178,47 @@ def gkv(head: Head) -> list[float]:
     return [0.5 * memory[k] - 0.5 * similar[k] / max(similar) for k in range(head.n_older)]
 
 
+def triattention(head: Head, standardize: bool = True) -> list[float]:
+    """TriAttention: the authors' formula on queries and keys before RoPE, at positions without padding."""
+    now = head.query_positions[-1] + 1
+    of_heads = []
+    for queries in head.queries:
+        before = [
+            complex_before_rope(query, position)
+            for query, position in zip(queries, head.query_positions, strict=True)
+        ]
+        centre = [sum(pairs) / len(pairs) for pairs in zip(*before, strict=True)]
+        size = [sum(map(abs, pairs)) / len(pairs) for pairs in zip(*before, strict=True)]
+        scores = []
+        for k in range(head.n_older):
+            key, total = complex_before_rope(head.keys[k], head.positions[k]), 0.0
+            for f, frequency in enumerate(FREQUENCIES):
+                phase = cmath.phase(centre[f] * key[f].conjugate())
+                waves = [
+                    math.cos(frequency * (now - head.positions[k] + 2**power) + phase) for power in range(17)
+                ]
+                total += abs(centre[f]) * abs(key[f]) * mean(waves)
+                total += (size[f] - abs(centre[f])) * abs(key[f])
+            n_rotated = 2 * len(FREQUENCIES)
+            rest = torch.stack(queries)[:, n_rotated:].double().mean(0)
+            scores.append(total + dot(rest, head.keys[k][n_rotated:]))
+        if standardize:
+            candidates = scores[head.n_first :]
+            std = math.sqrt(mean([(score - mean(candidates)) ** 2 for score in candidates]))
+            scores = [(score - mean(candidates)) / max(std, 1e-6) for score in scores]
+        of_heads.append(scores)
+    return [max(scores) for scores in zip(*of_heads, strict=True)]
+
+
+def complex_before_rope(vector: Tensor, position: int) -> list[complex]:
+    """Undo RoPE's rotation of the numbers d and d + n_pairs."""
+    n = len(FREQUENCIES)
+    return [
+        complex(float(vector[d]), float(vector[d + n])) * cmath.exp(-1j * frequency * position)
+        for d, frequency in enumerate(FREQUENCIES)
+    ]
+
+
 PER_HEAD = {
     "streaming": streaming,
     "h2o": h2o,
@@ -184,6 +229,7 @@ PER_HEAD = {
     "expected": expected,
     "vase": vase,
     "gkv": gkv,
+    "triattention": triattention,
 }
 """Scores of the keys outside the window; some lists go on into the window, where every key is kept anyway."""
 

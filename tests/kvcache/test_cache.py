@@ -35,7 +35,9 @@ def random_states(seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 def make_cache(spec: CacheSpec, lens: tuple[int, ...] = LENS) -> SlotCache:
     device = torch.device("cpu")
-    return SlotCache(spec, LAYERS, len(lens), WIDTH + N_STEPS, device, torch.Generator().manual_seed(0))
+    generator, frequencies = torch.Generator().manual_seed(0), torch.tensor([1.0, 0.1, 0.01])
+    n_columns = WIDTH + N_STEPS
+    return SlotCache(spec, LAYERS, len(lens), n_columns, device, generator, frequencies=frequencies)
 
 
 def evictions(kv: SlotCache) -> Tensor:
@@ -142,6 +144,7 @@ class SlowSequence:
             attention_sum=[self.attention_sum[h][k] for k in self.visible[h]],
             last_attention=[self.last_attention[h][k] for k in self.visible[h]],
             scaling=SCALING,
+            n_first=SPEC["sink"],
             previous=[self.previous[h].get(k, 0.0) for k in self.visible[h]],
         )
 

@@ -16,6 +16,7 @@ SCALING = DIM**-0.5
 SPEC = {"budget": 8, "interval": 3, "sink": 2, "window": 3}
 LENS = (13, 10, 8, 4, 1)
 N_STEPS = 17
+FREQUENCIES = torch.tensor([1.0, 0.1, 0.01])
 
 
 class Watched(Policy):
@@ -25,6 +26,7 @@ class Watched(Policy):
         self.policy = policy
         self.tracks_attention = policy.tracks_attention  # type: ignore[misc]
         self.sees_queries = policy.sees_queries  # type: ignore[misc]
+        self.reads_rope = policy.reads_rope  # type: ignore[misc]
         self.renew = policy.renew  # type: ignore[method-assign]
         self.seen: list[tuple[SlotView, Tensor]] = []
 
@@ -54,7 +56,16 @@ class Journal:
         spec, n_rows = CacheSpec(policy=name, **SPEC), len(LENS)
         scorer = KVScorer([KVShape(KV_HEADS, DIM, DIM)], hidden=4).requires_grad_(False)
         torch.nn.init.normal_(scorer.layer(0).out)
-        cache = SlotCache(spec, 1, n_rows, width + N_STEPS, torch.device("cpu"), generator, scorer=scorer)
+        cache = SlotCache(
+            spec,
+            1,
+            n_rows,
+            width + N_STEPS,
+            torch.device("cpu"),
+            generator,
+            scorer=scorer,
+            frequencies=FREQUENCIES,
+        )
         assert cache.policy is not None
         self.policy = Watched(cache.policy if isinstance(policy, str) else policy)
         cache.policy = self.policy

@@ -30,7 +30,8 @@ def cache_of(policy: str, n_rows: int) -> SlotCache:
     for number in range(len(KINDS)):
         scorer.layer(number).out.copy_(torch.linspace(-1, 1, 4))
     device = torch.device("cpu")
-    return SlotCache(spec, len(KINDS), n_rows, PROMPT + N_NEW, device, kinds=KINDS, scorer=scorer)
+    options = {"kinds": KINDS, "scorer": scorer, "frequencies": torch.tensor([1.0, 0.1, 0.01])}
+    return SlotCache(spec, len(KINDS), n_rows, PROMPT + N_NEW, device, **options)
 
 
 def attend(cache: SlotCache, states: list[Tensor]) -> Tensor:

@@ -8,7 +8,16 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kvcache import POLICIES
-from lit_rlkv.kvcache.policies import RKV, UNTRAINED, Learned, Policy, SlotView, importance, redundancy
+from lit_rlkv.kvcache.policies import (
+    RKV,
+    UNTRAINED,
+    Learned,
+    Policy,
+    SlotView,
+    TriAttention,
+    importance,
+    redundancy,
+)
 from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
 from lit_rlkv.kvcache.slots import Slots
 from tests.kernels.accuracy import bound, excess_error
@@ -49,6 +58,7 @@ def make_view(n_padding: int = N_PADDING, n_keys: int = N_KEYS) -> SlotView:
         generator=generator,
         now=torch.tensor([n_slots]),
         scorer=random_scorer(KVShape(KV_HEADS, DIM, DIM_V)),
+        frequencies=torch.tensor(published.FREQUENCIES),
     )
 
 
@@ -110,6 +120,60 @@ def test_the_comparison_with_the_published_scores_can_fail(name: str):
     assert not torch.allclose(shifted, expected, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("standardize", [True, False])
+def test_triattention_after_rope_is_the_authors_formula_before_it(standardize: bool):
+    view = make_view()
+    assert view.queries is not None
+    view = replace(
+        view,
+        queries=view.queries.double(),
+        key_slots=Slots.of(view.keys.double(), None),
+        value_slots=Slots.of(view.values.double(), None),
+        frequencies=torch.tensor(published.FREQUENCIES, dtype=torch.float64),
+    )
+    expected = torch.tensor(
+        [published.triattention(head, standardize) for head in heads_of(view)], dtype=torch.float64
+    )
+    found = older_scores(TriAttention(standardize), view)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    later = replace(view, now=torch.tensor([N_PADDING + N_KEYS + 1]))  # negative controls
+    assert (older_scores(TriAttention(standardize), later) - expected).abs().max() > 1e-2
+    assert (older_scores(TriAttention(not standardize), view) - expected).abs().max() > 1e-2
+
+
+def test_keys_at_distances_that_rope_favours_outscore_those_that_it_does_not():
+    # Queries and keys point the same way before RoPE, so q̄·k is cos ω(t − p + δ) of one slow pair.
+    n, frequency = 12, 0.05
+    angles = frequency * torch.arange(n)
+    rotated = torch.stack([angles.cos(), angles.sin()], dim=-1).double().expand(1, 1, n, 2)
+    columns = torch.arange(n).expand(1, 1, n)
+    view = SlotView(
+        key_slots=Slots.of(rotated, None),
+        value_slots=Slots.of(rotated, None),
+        columns=columns,
+        is_live=columns >= 0,
+        is_recent=columns >= n - 2,
+        is_first=columns < 0,
+        budget=4,
+        queries=rotated[:, :, None, n - 2 :],
+        query_columns=torch.tensor([[n - 2, n - 1]]),
+        attention=None,
+        scaling=1.0,
+        generator=None,
+        now=torch.tensor([n]),
+        frequencies=torch.tensor([frequency]),
+    )
+    expected = [sum(math.cos(frequency * (n - p + 2**power)) for power in range(17)) / 17 for p in range(n)]
+    found = TriAttention(standardize=False).score(view)[0, 0].tolist()
+    assert found == pytest.approx(expected, abs=1e-3)  # frequencies are of float32
+    assert max(expected) - min(expected) > 0.1
+
+
+def test_standardize_must_be_a_bool():
+    with pytest.raises(ValueError, match="standardize must be true or false, got 'no'"):
+        TriAttention("no")
+
+
 def on_device(view: SlotView) -> SlotView:
     found = {f.name: getattr(view, f.name) for f in fields(view)}
     tensors = {name: each.to(DEVICE) for name, each in found.items() if isinstance(each, Tensor)}
@@ -158,6 +222,8 @@ def test_padding_changes_no_score(name: str):
         attention=None if bare.attention is None else torch.nn.functional.pad(bare.attention, (5, 0)),
         scaling=bare.scaling,
         generator=None,
+        now=torch.tensor([N_KEYS + 5]),
+        frequencies=bare.frequencies,
     )
     shift = 5.0 if name == "streaming" else 0.0
     torch.testing.assert_close(

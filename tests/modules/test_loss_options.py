@@ -1,5 +1,7 @@
 """Options of the policy's loss on a toy run: levels of the ratio, CISPO, delta, entropy, KL correction."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from lit_rlkv.config.schema import KLConfig
 from lit_rlkv.experience.advantages import GroupAdvantage
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, response_logps_and_entropy
-from lit_rlkv.modules.grpo import CISPO, GRPO
+from lit_rlkv.modules.grpo import CISPO, GRPO, TokenLoss
+from lit_rlkv.objectives import gains
 from lit_rlkv.objectives.corrections import Correction, sequence_truncated
 from tests.hand_built import (
     ARMS,
@@ -96,6 +99,40 @@ def test_cispo_on_policy_has_the_gradient_of_grpo_and_differs_after_a_step():
     metrics = modules[0].training_step(batch, 0)
     assert float(metrics["clip_ratio/high_mean"]) > 0.01
     assert float(metrics["clip_ratio/low_mean"]) == 0.0
+
+
+@pytest.mark.parametrize("gain", [gains.dppo_tv, gains.dppo_kl, gains.sapo, gains.gpg, gains.geo_mean])
+def test_losses_by_a_gain_have_the_gradient_of_grpo_on_policy_and_add_up_over_micro_batches(gain):
+    roles = shift(make_roles())
+    found = []
+    for tokens_per_pass in (10_000, 40):
+        data = make_datamodule(roles, tokens_per_pass=tokens_per_pass)
+        batches = list(data.splitter.minibatches(data.collect()))
+        module = TokenLoss(roles, make_optimizer, replays=True, temperature=1.0, gain=gain)
+        found.append(gradients_of(module, batches))
+    grpo = gradients_of(make_module(roles), batches)
+    for name, gradient in grpo.items():  # each gain has the gradient A·∇log π at ratio 1
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5)
+    moved_on(roles)
+    moved = gradients_of(module, batches)
+    assert max(float((moved[name] - gradient).abs().max()) for name, gradient in grpo.items()) > 1e-3
+
+
+@pytest.mark.parametrize(("gain", "between"), [(gains.clip_cov, [-0.2, 9.0]), (gains.kl_cov, None)])
+def test_tokens_are_chosen_from_the_whole_rollout_whatever_its_micro_batches(gain, between):
+    choose = partial(gains.by_covariance, share=0.2, between=between)
+    advantage, chosen, found = GroupAdvantage("grpo", choose=choose), [], []
+    for tokens_per_pass in (10_000, 40):
+        roles, batches = step_of(tokens_per_pass=tokens_per_pass, advantage=advantage)
+        module = TokenLoss(roles, make_optimizer, replays=True, temperature=1.0, gain=gain)
+        chosen.append(sum(int(batch.is_chosen.sum()) for batch in batches))
+        found.append(gradients_of(module, batches))
+        plain = gradients_of(make_module(roles), batches)
+    assert chosen[0] == chosen[1] == int(0.2 * batches[0].n_response_tokens)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5)
+    assert max(float((found[1][name] - plain[name]).abs().max()) for name in plain) > 1e-3
 
 
 def test_delta_bounds_what_bad_tokens_cost_and_is_counted():

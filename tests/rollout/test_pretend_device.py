@@ -56,11 +56,14 @@ def sampled(model: PreTrainedModel, spec: CacheSpec) -> tuple[Rollout, torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("policy", "dtype", "kind"), diagonal(["dense", *POLICIES], (None, *KV_DTYPES), MODELS)
+    ("policy", "dtype", "kind"),
+    diagonal(["dense", *POLICIES], (None, *KV_DTYPES), MODELS),
 )
 @torch.no_grad()
 def test_a_rollout_on_a_device_is_that_on_a_cpu(policy: str, dtype: str | None, kind: str):
     here, there = models_of(kind)
+    if policy == "triattention" and kind == "sink and window":
+        pytest.skip("its RoPE has no rotate_half, so that TriAttention refuses it")
     spec = spec_of(policy, interval=2, window=2, dtype=dtype)
     expected, _ = sampled(here, spec)
     with PretendedDevice():

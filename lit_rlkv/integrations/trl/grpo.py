@@ -22,7 +22,7 @@ from lit_rlkv.integrations.trl.replaying import EvictingTrainer
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, hidden_states, text_config, token_positions
 from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.objectives.corrections import unweighted
-from lit_rlkv.objectives.distillation import distillation_kl
+from lit_rlkv.objectives.distillation import distillation_loss
 from lit_rlkv.rollout.open_rollout import OpenRollout
 
 
@@ -179,7 +179,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
             teacher = policy_states(shadow=True, trains=False)
         backbone = causal_lm(policy)
         with self.accelerator.autocast():
-            kl_sum = distillation_kl(
+            kl_sum = distillation_loss(
                 teacher,
                 student,
                 partial(head_logits, causal_lm(teacher_model)),
@@ -187,7 +187,7 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
                 self.temperature,
                 text_config(backbone).vocab_size,
                 1,
-                reverse=not to_sparse,
+                beta=0 if to_sparse else 1,
                 heads_are_frozen=head_is_frozen(backbone),
                 sets=token_sets(rollout, is_read),
             )

@@ -1,7 +1,11 @@
 """Log-probs of chosen tokens and KL of two policies, computed without the logits of a whole batch."""
 
+import math
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -94,6 +98,7 @@ def policy_kl(
     temperature: float,
     vocab_size: int,
     *,
+    beta: float | int = 0,
     heads_are_frozen: bool = False,
     sets: TokenSets | None = None,
     kernels: str | None = None,
@@ -101,6 +106,7 @@ def policy_kl(
     """Return KL(p ‖ q) = Σ_v p_v (log p_v − log q_v) over the whole vocabulary, in nats, at each position.
 
     Args:
+        beta: for 0 < beta < 1 return the generalised JSD instead; see `_jsd`.
         heads_are_frozen: True if only the hidden states need gradients; see `token_logps`.
         sets: renormalise both distributions over the same set at each position; see `token_logps`.
 
@@ -108,9 +114,10 @@ def policy_kl(
         ValueError: `heads_are_frozen` is True, but a parameter of a head requires a gradient.
     """
     rows, max_logits = _implementation(hidden_p, kernels)
+    divergence = rows.kl_of_logits if beta == 0 else partial(_jsd, rows.kl_of_logits, beta)
     (kl,) = in_chunks(
         lambda hidden_p, hidden_q, *spans: (
-            rows.kl_of_logits(*kept_pair(sets, spans, head_p(hidden_p), head_q(hidden_q)), temperature),
+            divergence(*kept_pair(sets, spans, head_p(hidden_p), head_q(hidden_q)), temperature),
         ),
         hidden_p,
         hidden_q,
@@ -119,6 +126,16 @@ def policy_kl(
         stores_gradients=check_frozen(heads_are_frozen, (head_p, hidden_p), (head_q, hidden_q)),
     )
     return kl
+
+
+def _jsd(
+    kl: Callable[..., Tensor], beta: float, p_logits: Tensor, q_logits: Tensor, temperature: float
+) -> Tensor:
+    """Return β·KL(p ‖ m) + (1 − β)·KL(q ‖ m) with m = β·p + (1 − β)·q."""
+    logps = (tempered(logits, temperature).log_softmax(-1) for logits in (p_logits, q_logits))
+    log_p, log_q = (each.clamp(min=-1e4) for each in logps)  # the gradient of two -inf would be NaN
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * kl(log_p, log_m, 1.0) + (1 - beta) * kl(log_q, log_m, 1.0)
 
 
 def _implementation(hidden: Tensor, kernels: str | None) -> tuple[ModuleType, int]:
