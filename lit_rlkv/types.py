@@ -213,6 +213,16 @@ class Codes(TensorBatch):
     """Codes that share check bits."""
     record: UInt8[Tensor, "batch layer kv_head byte seq"]
     """Without bytes, a learner rounds as if no codes were recorded."""
+    balance: tuple[Float[Tensor, "kv_head dim"], ...] = ()
+    """What the keys of each layer with attention were divided by; empty: nothing. It is one for all rows."""
+
+    @classmethod
+    def cat(cls, batches: Sequence["Codes"]) -> "Codes":
+        """Return the rows of all batches, whose keys must have been divided by the same numbers."""
+        balances = [[each.tolist() for each in batch.balance] for batch in batches]
+        if any(each != balances[0] for each in balances):
+            raise ValueError("rollouts whose int4 keys have another balance cannot be joined; sample them anew")
+        return super().cat(batches)
 
 
 @dataclass(frozen=True)

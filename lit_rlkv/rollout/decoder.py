@@ -26,6 +26,7 @@ from lit_rlkv.models.backbone import (
     text_config,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
+from lit_rlkv.models.key_balance import key_balance
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.rollout.expert_record import ExpertRecorder
@@ -142,6 +143,7 @@ class Decoder:
             n_slots=min(self.seq_len, n_prompt_columns + FIRST_TOKENS),
             kinds=layer_kinds(model),
             scorer=kv_scorer_of(model),
+            balance=key_balance(model) if cache.dtype == "int4" else (),
         )
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)
