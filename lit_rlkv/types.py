@@ -221,7 +221,9 @@ class Codes(TensorBatch):
         """Return the rows of all batches, whose keys must have been divided by the same numbers."""
         balances = [[each.tolist() for each in batch.balance] for batch in batches]
         if any(each != balances[0] for each in balances):
-            raise ValueError("rollouts whose int4 keys have another balance cannot be joined; sample them anew")
+            raise ValueError(
+                "rollouts whose int4 keys have another balance cannot be joined; sample them anew"
+            )
         return super().cat(batches)
 
 

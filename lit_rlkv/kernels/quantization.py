@@ -121,9 +121,9 @@ def record_of(
     kv_dtype: str,
     group: int,
 ) -> UInt8[Tensor, "*lead record"]:
-    """Return what tells the codes of a vector apart from their neighbours: check bits, and bits of its scales.
+    """Return what tells the codes of a vector apart from their neighbours: check bits, and low bits of scales.
 
-    Of a scale the low byte; with int4 the low 4 bits of each scale, and of its zero point in the same byte.
+    Of a scale 8; with int4 4 of each scale, and of its zero point in the same byte.
 
     The last bits of each `group` of codes are known up to a few of them to a learner, which has the numbers
     again but for its float error. Of them it is enough to keep the check bits of an extended Hamming code
