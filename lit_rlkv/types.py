@@ -219,8 +219,9 @@ class Codes(TensorBatch):
     @classmethod
     def cat(cls, batches: Sequence["Codes"]) -> "Codes":
         """Return the rows of all batches, whose keys must have been divided by the same numbers."""
-        balances = [[each.tolist() for each in batch.balance] for batch in batches]
-        if any(each != balances[0] for each in balances):
+        first = batches[0].balance
+        others = (batch.balance for batch in batches if batch.balance is not first)  # of one rollout none
+        if not all(len(other) == len(first) and all(map(torch.equal, first, other)) for other in others):
             raise ValueError(
                 "rollouts whose int4 keys have another balance cannot be joined; sample them anew"
             )

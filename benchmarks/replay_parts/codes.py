@@ -1,4 +1,4 @@
-"""The gap of quantized keys and values, by the record of their codes; and the KL that their rounding costs."""
+"""The gap of quantized keys and values, by the record of their codes; and the KL that rounding costs."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -110,12 +110,12 @@ def kl_table(rows: list[dict[str, Any]]) -> str:
 def kl(model: PreTrainedModel, tokens: Tensor, kv_dtype: str) -> float:
     """Return KL(exact ‖ all keys and values rounded) in nats per token of these sequences."""
     balance = key_balance(model) if kv_dtype == "int4" else ()
-    total = 0.0
+    config, total = model.config, 0.0
     for row in tokens[:, None]:
         is_token = torch.ones_like(row, dtype=torch.bool)
         exact = Record.dense(is_token)
-        nothing = torch.zeros(1, model.config.num_hidden_layers, 1, 0, row.shape[1], dtype=torch.uint8)
-        rounded = replace(exact, codes=Codes(kv_dtype, 1, nothing.to(row.device), balance))
+        nothing = row.new_zeros(1, config.num_hidden_layers, config.num_key_value_heads, 0, row.shape[1])
+        rounded = replace(exact, codes=Codes(kv_dtype, 1, nothing.to(torch.uint8), balance))
         p, q = (
             head_logits(model, hidden_states(model, row, token_positions(is_token), record=each)).log_softmax(
                 -1

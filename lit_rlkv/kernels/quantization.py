@@ -121,7 +121,7 @@ def record_of(
     kv_dtype: str,
     group: int,
 ) -> UInt8[Tensor, "*lead record"]:
-    """Return what tells the codes of a vector apart from their neighbours: check bits, and low bits of scales.
+    """Return what tells the codes of a vector from their neighbours: check bits, and low bits of scales.
 
     Of a scale 8; with int4 4 of each scale, and of its zero point in the same byte.
 

@@ -100,7 +100,7 @@ class SlotCache(Cache):
         self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
         """The layers with attention."""
         self.balance = tuple(balance)
-        for layer, of_layer in zip(self.slot_layers, self.balance, strict=False):
+        for layer, of_layer in zip(self.slot_layers, self.balance, strict=len(balance) > 0):
             layer.balance = of_layer
         if has_profile:
             in_profile = (layer for layer in self.slot_layers if layer.kind.in_profile)
