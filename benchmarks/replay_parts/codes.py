@@ -44,7 +44,7 @@ GROUPS = (1, 16, 64)
 ALONE, UNROUNDED = "none", "none, and does not round"
 DIM, SLOTS = 128, 1024 + 128
 """Head dimensions, and slots of a row, for the bytes in the table."""
-KL_ROWS, KL_TOKENS = 3, 512
+KL_ROWS, KL_TOKENS = 3, 256
 OUTLIER = 8
 """Factor of the outlier channels that are planted."""
 Coded = tuple[Tensor, Tensor]
@@ -85,7 +85,7 @@ def kl_rows(
     """Return the KL of each dtype, in float32, of the model as it is and with planted outliers."""
     model, found = replace(setting, dtype=torch.float32).model, []
     n_tokens = min(KL_TOKENS, model.config.max_position_embeddings)
-    tokens = setting.tokens(KL_ROWS, n_tokens)
+    tokens, exact = setting.tokens(KL_ROWS, n_tokens), None
     for factor in (1, OUTLIER):
         with outliers(model, factor):
             for dtype in KV_DTYPES:
@@ -93,7 +93,8 @@ def kl_rows(
                 cell |= {"rows": KL_ROWS, "tokens": n_tokens}
                 row = next((row for row in done if row["cell"] == cell), None)
                 if row is None and not limit.is_over:
-                    row = {"cell": cell, "kl": kl(model, tokens, dtype)}
+                    exact = log_probs(model, tokens) if exact is None else exact
+                    row = {"cell": cell, "kl": kl(model, tokens, exact, dtype)}
                     record.append(NAME, row)
                 found += [] if row is None else [row]
     return found
@@ -106,24 +107,22 @@ def kl_table(rows: list[dict[str, Any]]) -> str:
     return text_table(["dtype", "as it is", "outlier channels"], lines)
 
 
+def kl(model: PreTrainedModel, tokens: Tensor, exact: Tensor, kv_dtype: str) -> float:
+    """Return KL(exact ‖ all keys and values rounded) in nats per token of sequences, from exact log-probs."""
+    config, balance = model.config, key_balance(model) if kv_dtype == "int4" else ()
+    shape = len(tokens), config.num_hidden_layers, config.num_key_value_heads, 0, tokens.shape[1]
+    codes = Codes(kv_dtype, 1, tokens.new_zeros(shape, dtype=torch.uint8), balance)
+    rounded = log_probs(model, tokens, codes)
+    return F.kl_div(rounded, exact, reduction="sum", log_target=True).item() / tokens.numel()
+
+
 @torch.no_grad()
-def kl(model: PreTrainedModel, tokens: Tensor, kv_dtype: str) -> float:
-    """Return KL(exact ‖ all keys and values rounded) in nats per token of these sequences."""
-    balance = key_balance(model) if kv_dtype == "int4" else ()
-    config, total = model.config, 0.0
-    for row in tokens[:, None]:
-        is_token = torch.ones_like(row, dtype=torch.bool)
-        exact = Record.dense(is_token)
-        nothing = row.new_zeros(1, config.num_hidden_layers, config.num_key_value_heads, 0, row.shape[1])
-        rounded = replace(exact, codes=Codes(kv_dtype, 1, nothing.to(torch.uint8), balance))
-        p, q = (
-            head_logits(model, hidden_states(model, row, token_positions(is_token), record=each)).log_softmax(
-                -1
-            )
-            for each in (exact, rounded)
-        )
-        total += F.kl_div(q, p, reduction="sum", log_target=True).item()
-    return total / tokens.numel()
+def log_probs(model: PreTrainedModel, tokens: Tensor, codes: Codes | None = None) -> Tensor:
+    """Return log-probs [row, column, token] of sequences, of a model that rounds by itself or not."""
+    is_token = torch.ones_like(tokens, dtype=torch.bool)
+    record = replace(Record.dense(is_token), codes=codes)
+    hidden = hidden_states(model, tokens, token_positions(is_token), record=record)
+    return head_logits(model, hidden).log_softmax(-1)
 
 
 @contextmanager

@@ -48,7 +48,8 @@ def quantize(
         check_dim(vectors.shape[-1], kv_dtype)
         wide = turned(wide)
         last = wide[..., -1:].expand(*wide.shape[:-1], -wide.shape[-1] % SCALE_GROUP)  # changes no extreme
-        least, largest = torch.cat([wide, last], dim=-1).unflatten(-1, (-1, SCALE_GROUP)).aminmax(dim=-1)
+        groups = torch.stack(torch.split(torch.cat([wide, last], dim=-1), SCALE_GROUP, dim=-1), dim=-2)
+        least, largest = groups.aminmax(dim=-1)
         zero = least.to(SCALE_DTYPE)
         scale = ((largest - zero) / most).to(SCALE_DTYPE)
         codes = _divided(wide - _of_each(zero, wide), _of_each(scale, wide)).round().clamp(0, most)
@@ -72,7 +73,7 @@ def turned(vectors: Float[Tensor, "*lead dim"]) -> Float32[Tensor, "*lead dim"]:
     dim, wide = vectors.shape[-1], vectors.float()
     block = dim & -dim
     for bit in range(block.bit_length() - 1):
-        first, second = wide.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
+        first, second = wide.reshape(*wide.shape[:-1], dim >> bit + 1, 2, 1 << bit).unbind(-2)
         wide = torch.stack([first + second, first - second], dim=-2).flatten(-3)
     return wide * block**-0.5
 
