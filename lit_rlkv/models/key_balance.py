@@ -29,8 +29,8 @@ def key_balance(model: PreTrainedModel) -> tuple[Float[Tensor, "kv_head dim"], .
     def look(inputs: AttentionInputs) -> None:
         assert inputs.query is not None
         key, n_heads = inputs.key.double(), inputs.key.shape[1]
-        query = inputs.query.double().unflatten(1, (n_heads, -1))
-        ratio = key.square().mean((0, 2)) / query.square().mean((0, 2, 3))
+        query = inputs.query.double().square().mean((0, 2)).view(n_heads, -1, key.shape[-1]).mean(1)
+        ratio = key.square().mean((0, 2)) / query
         doublings = (ratio.log2() / 4).nan_to_num(0.0).round().clamp(-MOST_DOUBLINGS, MOST_DOUBLINGS)
         found[inputs.layer] = doublings.exp2().float()
 
