@@ -23,7 +23,9 @@ record, and the gaps: the mean over seeds, and the largest of all tokens.
 values. Printed is the gap of the learner by the record of the codes that it has: a bit for each code, check
 bits for every 16 or 64 codes (marked: those that rollouts keep), none, and of one that does not quantize;
 with the bytes that a record takes of a key and its value of 128 dimensions, and the tokens of a row up to
-which that is less than quantization saves in 1,024 + 128 slots.
+which that is less than quantization saves in 1,024 + 128 slots. In float32 it prints as well the KL to the
+exact model, in nats per token, of rounding every key and value, also with planted outlier channels: two RoPE
+pairs of each KV head with keys 8 times as large, and queries so much smaller.
 
 `--record` keeps rows, of logits in rounded_logits.jsonl, of choices in recorded_choices.jsonl and of codes in
 quantized_cache.jsonl; started again with it, evictions and codes measure what has no row yet.

@@ -215,6 +215,19 @@ class Codes(TensorBatch):
     """Codes that share check bits."""
     record: UInt8[Tensor, "batch layer kv_head byte seq"]
     """Without bytes, a learner rounds as if no codes were recorded."""
+    balance: tuple[Float[Tensor, "kv_head dim"], ...] = ()
+    """What the keys of each layer with attention were divided by; empty: nothing. It is one for all rows."""
+
+    @classmethod
+    def cat(cls, batches: Sequence["Codes"]) -> "Codes":
+        """Return the rows of all batches, whose keys must have been divided by the same numbers."""
+        first = batches[0].balance
+        others = (batch.balance for batch in batches if batch.balance is not first)  # of one rollout none
+        if not all(len(other) == len(first) and all(map(torch.equal, first, other)) for other in others):
+            raise ValueError(
+                "rollouts whose int4 keys have another balance cannot be joined; sample them anew"
+            )
+        return super().cat(batches)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -38,6 +38,8 @@ class SlotCache(Cache):
         kinds: kind of each layer; None: all attend to all keys.
         scorer: what a trained policy has made for the model.
         frequencies: see `SlotView.frequencies`.
+        balance: what the keys of each layer with attention are divided by before they become codes, powers of
+            two as `lit_rlkv.models.key_balance` finds them; empty: nothing.
 
     Raises:
         ValueError: a policy needs a scorer or frequencies and gets none.
@@ -58,6 +60,7 @@ class SlotCache(Cache):
         kinds: Sequence[LayerKind] | None = None,
         scorer: nn.Module | None = None,
         frequencies: Tensor | None = None,
+        balance: Sequence[Float[Tensor, "kv_head dim"]] = (),
     ) -> None:
         self.spec = spec
         self.n_splits = n_splits
@@ -104,6 +107,9 @@ class SlotCache(Cache):
         layers: list[Any] = [self._layer(kind) for kind in self.kinds]
         self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
         """The layers with attention."""
+        self.balance = tuple(balance)
+        for layer, of_layer in zip(self.slot_layers, self.balance, strict=len(balance) > 0):
+            layer.balance = of_layer
         if has_profile:
             in_profile = (layer for layer in self.slot_layers if layer.kind.in_profile)
             for number, layer in enumerate(in_profile, start=1):

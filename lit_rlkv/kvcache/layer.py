@@ -53,6 +53,8 @@ class SlotLayer(CacheLayerMixin):
         self.scorer: Callable[..., Tensor] | None = None
         """Scores the keys for a trained policy."""
         self.sink: Float[Tensor, "kv_head group"] | None = None
+        self.balance: Float[Tensor, "kv_head dim"] | None = None
+        """What the keys are divided by before they become codes."""
         self.filled_by: Feed | None = None
         self.pools: tuple[Slots, Slots] | None = None
         """Keys and values of all rows."""
@@ -145,7 +147,8 @@ class SlotLayer(CacheLayerMixin):
         query, key, value = to_autocast_dtype(query, key, value)
         step = self._decode if self.cache.incoming is None else self._feed
         with torch.autocast(query.device.type, enabled=False):
-            new_key, new_value = (Slots.of(each, self.cache.spec.dtype) for each in (key, value))
+            new_key = Slots.of(key, self.cache.spec.dtype, self.balance)
+            new_value = Slots.of(value, self.cache.spec.dtype)
             if self.codes is not None:
                 record = torch.cat([new_key.record(), new_value.record()], dim=-1).transpose(1, 2)
                 if self.cache.incoming is None:
@@ -342,6 +345,8 @@ class SlotLayer(CacheLayerMixin):
     ) -> Float[Tensor, "row kv_head group dim_v"]:
         """Return the attention of one query of each row over the leading slots; None: over all."""
         keys, values = (pool.first(n_read) for pool in self._pools())
+        if keys.balance is not None:
+            query = query * keys.balance
         return decode_attention(
             query,
             keys.parts[0],

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lit_rlkv.kernels.quantization import dequantize, group_of, quantize, record_of
@@ -19,19 +19,26 @@ class Slots:
     kv_dtype: str | None
     dtype: torch.dtype
     """Dtype of the numbers."""
+    balance: Float[Tensor, "kv_head 1 dim"] | None = None
+    """Powers of two that the numbers were divided by before they became codes."""
 
     @classmethod
-    def of(cls, numbers: Tensor, kv_dtype: str | None) -> "Slots":
+    def of(cls, numbers: Tensor, kv_dtype: str | None, balance: Tensor | None = None) -> "Slots":
         """Return vectors as a cache stores them."""
-        parts = (numbers,) if kv_dtype is None else quantize(numbers, kv_dtype)
-        return cls(parts, kv_dtype, numbers.dtype)
+        if kv_dtype is None:
+            return cls((numbers,), None, numbers.dtype)
+        if balance is None:
+            return cls(quantize(numbers, kv_dtype), kv_dtype, numbers.dtype)
+        balance = balance[:, None].to(numbers)
+        return cls(quantize(numbers / balance, kv_dtype), kv_dtype, numbers.dtype, balance)
 
     def read(self) -> Tensor:
         """Return the numbers: the pool itself, or a copy of what its codes stand for."""
         if self.kv_dtype is None:
             return self.parts[0]
         codes, scales = self.parts
-        return dequantize(codes, scales, self.kv_dtype, self.dtype)
+        numbers = dequantize(codes, scales, self.kv_dtype, self.dtype)
+        return numbers if self.balance is None else numbers * self.balance
 
     def record(self) -> Tensor:
         """Return the record of the codes, by which a learner finds them again."""

@@ -36,9 +36,9 @@ class CacheSpec(CacheSettings):
         budget_profile: None gives each layer the same budget. "pyramid" gives lower layers more, linearly. A
             list, of a number for each layer with attention and without a window, gives them budgets in its
             proportions. `budget` is their mean, and the budget of layers with a window.
-        dtype: "int8", "fp8" or "int4": keys and values are quantized when they arrive, to codes with a scale
-            for each token and KV head, and the quantized ones are read; see `lit_rlkv.kernels.quantization`.
-            None: they stay in the dtype of the model.
+        dtype: "int8", "fp8" or "int4": keys and values are quantized when they arrive, to codes with
+            scales for each token and KV head, and the quantized ones are read; see
+            `lit_rlkv.kernels.quantization`. None: they stay in the dtype of the model.
 
     Raises:
         ValueError: the policy is unknown or does not take the options, a size is not an integer or too small,

@@ -27,6 +27,7 @@ from lit_rlkv.models.backbone import (
     text_config,
 )
 from lit_rlkv.models.compiled_layers import CompiledLayers
+from lit_rlkv.models.key_balance import key_balance
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.rollout.expert_record import ExpertRecorder
@@ -144,6 +145,7 @@ class Decoder:
             kinds=layer_kinds(model),
             scorer=kv_scorer_of(model),
             frequencies=rope_frequencies(model),
+            balance=key_balance(model) if cache.dtype == "int4" else (),
         )
         shape = (n_rows, self.seq_len + 1)
         self.input_ids = torch.full(shape, settings.pad_token_id, device=device)

@@ -101,4 +101,4 @@ class CodeRecorder(Recorder):
         return self._kv.codes(rows).to(HOST)
 
     def finish(self, found: Tensor, attention_mask: TokenMask, response_mask: TokenMask) -> Codes:
-        return Codes(self._dtype, self._kv.code_group, found)
+        return Codes(self._dtype, self._kv.code_group, found, self._kv.balance)

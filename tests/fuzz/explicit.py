@@ -35,6 +35,8 @@ class Layers:
     scaling: float = 1.0
     kv_dtype: str | None = None
     """`CacheSpec.dtype` of the rollout's cache."""
+    balance: tuple[Tensor, ...] = ()
+    """What the keys of each layer in the table were divided by."""
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[row, column, token]: logits / temperature after each column."""
 
@@ -59,7 +61,12 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     n_groups = query.shape[1] // key.shape[1]
     if layers.kv_dtype is not None:
-        key, value = (x + (nearest(x.detach(), layers.kv_dtype) - x).detach() for x in (key, value))
+        of_layer = layer if layers.rows is None else layers.rows[layer]
+        balance = layers.balance[of_layer][:, None] if layers.balance else 1.0
+        key, value = (
+            x + (nearest(x.detach() / by, layers.kv_dtype) * by - x).detach()
+            for x, by in ((key, balance), (value, 1.0))
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = query @ key.repeat_interleave(n_groups, 1).transpose(2, 3) * scaling
     if softcap is not None:
@@ -79,14 +86,29 @@ def attend(
 
 def nearest(x: Tensor, kv_dtype: str) -> Tensor:
     """The nearest numbers that codes can stand for, in the precision of the definition."""
-    x32, zero = x.float(), torch.zeros_like(x[..., :1], dtype=torch.float32)
     if kv_dtype == "int4":
-        zero = x32.amin(-1, keepdim=True).bfloat16().float()
-    n_steps = {"int8": 127, "fp8": 448, "int4": 15}[kv_dtype]
-    step = ((x32 - zero).abs().amax(-1, keepdim=True) / n_steps).bfloat16().float()
-    place = ((x32 - zero) / step).nan_to_num().clamp(0 if kv_dtype == "int4" else -n_steps, n_steps)
+        groups = turned(x.float()).split(32, dim=-1)
+        return turned(torch.cat([in_4_bits(group) for group in groups], dim=-1)).to(x.dtype)
+    x32, n_steps = x.float(), {"int8": 127, "fp8": 448}[kv_dtype]
+    step = (x32.abs().amax(-1, keepdim=True) / n_steps).bfloat16().float()
+    place = (x32 / step).nan_to_num().clamp(-n_steps, n_steps)
     place = place.to(torch.float8_e4m3fn).float() if kv_dtype == "fp8" else place.round()
-    return (place * step + zero).to(x.dtype)
+    return (place * step).to(x.dtype)
+
+
+def in_4_bits(x: Tensor) -> Tensor:
+    zero = x.amin(-1, keepdim=True).bfloat16().float()
+    step = ((x - zero).amax(-1, keepdim=True) / 15).bfloat16().float()
+    return ((x - zero) / step).nan_to_num().clamp(0, 15).round() * step + zero
+
+
+def turned(x: Tensor) -> Tensor:
+    """Hadamard's matrix times each block of the largest power of two that divides the dimensions."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while x.shape[-1] % (2 * len(matrix)) == 0:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    blocks = x.double().unflatten(-1, (-1, len(matrix))) @ matrix / len(matrix) ** 0.5
+    return blocks.flatten(-2).float()
 
 
 AttentionInterface.register(NAME, attend)
@@ -106,7 +128,9 @@ def log_probs(
 ) -> tuple[Tensor, Layers]:
     """Log-probs of the response tokens in the rollout's columns, 0 elsewhere; and what the attention saw."""
     codes = rollout.record.codes
-    layers = Layers(seen(rollout), rows, kv_dtype=None if codes is None else codes.dtype)
+    layers = Layers(seen(rollout), rows)
+    if codes is not None:
+        layers.kv_dtype, layers.balance = codes.dtype, codes.balance
     model.set_attn_implementation(NAME)
     mask = rollout.attention_mask.long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)

@@ -392,7 +392,7 @@ def coded(inputs: Inputs, kv_dtype: str) -> tuple[Inputs, list[Tensor]]:
     ("shape", "dtype"),
     [
         (TOY, torch.float32),
-        (Shape(33, 2, dim=24, dim_v=40), torch.float16),
+        (Shape(33, 2, dim=80, dim_v=96), torch.float16),
         slow(Shape(33, 7), torch.float16),
     ],
     ids=str,
@@ -409,6 +409,11 @@ def test_codes_give_the_bits_of_the_numbers_that_they_stand_for(
     buffers = [torch.full(inputs.keys.shape[:3], torch.nan, device=DEVICE) for _ in range(2)]
     found = kernel_call(*codes, SCALING, received=buffers[0], kv_dtype=kv_dtype, scales=scales)
     expected = kernel_call(*numbers, SCALING, received=buffers[1])
+    if kv_dtype == "int4":  # other sums, of turned numbers
+        tolerance = {"rtol": 0.0, "atol": 2e-6 if dtype == torch.float32 else 5e-3}
+        torch.testing.assert_close(found, expected, **tolerance)
+        torch.testing.assert_close(*buffers, **tolerance)
+        return
     assert torch.equal(found, expected)
     assert torch.equal(*buffers)
 

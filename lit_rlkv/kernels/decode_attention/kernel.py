@@ -16,6 +16,7 @@ atomics, so results are deterministic.
 
 Codes of a quantized cache are numbers in the tile: code · scale, exactly as `kernels.quantization` has it, in
 float32 and then in the dtype of the query. The bits of fp8 are read as integers, for GPUs without that type.
+Those of int4 stand for turned vectors: so is the query before, and the output after, once a step.
 
 A sink is a logit without a key: the running peak and total of the first split begin with it.
 
@@ -32,9 +33,12 @@ from torch import Tensor
 
 from lit_rlkv.kernels.backend import on_tensor_device, with_unit_stride
 from lit_rlkv.kernels.decode_attention.launch import next_power_of_2, padded, plan, shared_block, value_dim
+from lit_rlkv.kernels.quantization import SCALE_GROUP as GROUP_SIZE
+from lit_rlkv.kernels.quantization import turned
 from lit_rlkv.kernels.triton_functions import tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+SCALE_GROUP = tl.constexpr(GROUP_SIZE)
 
 
 @triton.jit
@@ -72,21 +76,25 @@ def _write_received(
 @no_type_check
 def _load_tile(
     vectors, scales, scale_slot, block, dims, is_slot, is_dim, like,
-    HALF: tl.constexpr, KV_DTYPE: tl.constexpr,
+    DIM: tl.constexpr, KV_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Load the vectors at these places, [slot, dim], or what their codes stand for in the dtype of `like`.
 
-    HALF is half a vector, whose two halves share the bytes of int4.
+    Two halves of a vector share the bytes of int4. Its numbers stay turned.
     """
     is_read = is_slot[:, None] & is_dim[None, :]
     tile = tl.load(vectors, mask=is_read, other=0, eviction_policy="evict_first")
     if KV_DTYPE is not None:
-        scales += block * scale_slot
-        scale = tl.load(scales, mask=is_slot, other=0.0).to(tl.float32)[:, None]
+        scales += block[:, None] * scale_slot
+        is_scale = is_slot[:, None]
+        if KV_DTYPE == "int4":
+            scales += (dims // SCALE_GROUP)[None, :]
+            is_scale = is_read
+        scale = tl.load(scales, mask=is_scale, other=0.0).to(tl.float32)
         codes = tile.to(tl.int32)
         if KV_DTYPE == "int4":
-            zero = tl.load(scales + 1, mask=is_slot, other=0.0).to(tl.float32)[:, None]
-            number = tl.where(dims[None, :] < HALF, codes & 15, codes >> 4).to(tl.float32) * scale + zero
+            zero = tl.load(scales + tl.cdiv(DIM, SCALE_GROUP), mask=is_read, other=0.0).to(tl.float32)
+            number = tl.where(dims[None, :] < DIM // 2, codes & 15, codes >> 4).to(tl.float32) * scale + zero
         elif KV_DTYPE == "int8":
             number = (codes - ((codes & 128) << 1)).to(tl.float32) * scale
         else:
@@ -158,7 +166,7 @@ def _attend(
         slots = start + block
         is_live = slots < end
         k = _load_tile(
-            keys + key_tile, key_scales, key_scale_slot, block, dims, is_live, is_dim, q, DIM // 2, KV_DTYPE
+            keys + key_tile, key_scales, key_scale_slot, block, dims, is_live, is_dim, q, DIM, KV_DTYPE
         )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if softcap is not None:
@@ -173,7 +181,7 @@ def _attend(
         total = total * decay[:, None] + p
         v = _load_tile(
             values + value_tile, value_scales, value_scale_slot, block, dims_v, is_live, is_dim_v, q,
-            DIM_V // 2, KV_DTYPE,
+            DIM_V, KV_DTYPE,
         )  # fmt: skip
         mean = tl.dot(p.to(v.dtype), v, mean * decay[:, None], input_precision=PRECISION)
         peak = new_peak
@@ -253,6 +261,8 @@ def decode_attention(
     n_splits=None, kv_dtype=None, scales=(),
 ):  # fmt: skip
     """Run `reference.decode_attention` in Triton."""
+    if kv_dtype == "int4":
+        query = turned(query).to(query.dtype)
     query, keys, values = (with_unit_stride(tensor) for tensor in (query, keys, values))
     scales = [with_unit_stride(tensor) for tensor in scales] or [None, None]
     launch = plan(query, keys, values, n_splits, kv_dtype)
@@ -293,4 +303,4 @@ def decode_attention(
             means, logits, peaks, totals, n_live, out, received, *places,
             SPLITS=next_power_of_2(launch.n_splits), SHARED_BLOCK=block, num_warps=8, **sizes,
         )  # fmt: skip
-    return out
+    return turned(out).to(out.dtype) if kv_dtype == "int4" else out
