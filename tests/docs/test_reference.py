@@ -12,7 +12,7 @@ from tests.docs.pages import PAGES, ROOT
 
 GROUPS = {*groups()}
 KEYS = set(re.findall(r"`([\w.]+)`", PAGES["docs/reference/config.md"]))
-NODES = GROUPS | {key.partition(".")[0] for key in KEYS if "." in key} - {"lit_rlkv"}
+NODES = GROUPS | {key.partition(".")[0] for key in KEYS if "." in key} - {"lit_rlkv", "torch"}
 PROSE = [page for page in PAGES if not page.startswith("docs/reference/")]
 THEIRS = {name for table in TABLES for theirs, _, _ in foreign_rows(table) for name in theirs}
 FREE = ("cache.policy_options.", "reward.functions.")

@@ -88,7 +88,8 @@ def random_sampling(draw: Any) -> dict[str, Any]:
     n_samples = draw(st.integers(1, 3))
     return {
         "spec": CacheSpec(
-            policy=draw(st.sampled_from(sorted(UNTRAINED))),
+            # The own forward knows no frequencies of RoPE, and some families have none.
+            policy=draw(st.sampled_from(sorted({*UNTRAINED} - {"triattention"}))),
             budget=sink + window + draw(st.integers(1, 10)),
             interval=draw(st.integers(1, 7)),
             sink=sink,
