@@ -100,19 +100,41 @@ def generate(
             `record_routing` is True and the model has no routing that can be replayed; or dropout or the
             noise of NEFTune is active.
     """
+    if not isinstance(cache, CacheSpec):
+        raise ValueError(
+            f"cache must be a CacheSpec, got {cache!r}; give CacheSpec('snapkv', budget=512), for example"
+        )
+    if not isinstance(generator, torch.Generator | None):
+        raise ValueError(
+            f"generator must be a torch.Generator or None, got {generator!r}; give "
+            "torch.Generator(device).manual_seed(0)"
+        )
     is_prompt = attention_mask.bool()
-    decoder = checked_decoder(
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    check_prompts(model, input_ids, is_prompt, max_new_tokens)
+    _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
+    if prefill_chunk is not None:
+        Range(least=1).check("prefill_chunk", prefill_chunk, int, hint="None reads a prompt in one piece")
+    _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
+    eos_list, given_pad = _token_list("eos_token_id", eos_token_id), _token_list("pad_token_id", pad_token_id)
+    pad_list = given_pad or eos_list[:1]
+    if not pad_list:
+        raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
+    # A token beyond the vocabulary is never sampled, and ends no response.
+    Range(least=0).check("eos_token_id", min(eos_list, default=0), int, hint="None never ends a response")
+    check_token(model, "pad_token_id", pad_list[0])
+    decoder = Decoder(
         model,
-        input_ids,
-        is_prompt,
-        cache=cache,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        sampling=Sampling(temperature, top_k, top_p, min_p),
-        generator=generator,
-        num_return_sequences=num_return_sequences,
-        max_rows=max_rows,
+        cache,
+        n_concurrent_rows(len(input_ids), num_return_sequences, max_rows),
+        input_ids.shape[1],
+        DecodeSettings(
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
+            pad_token_id=pad_list[0],
+            sampling=sampling,
+        ),
+        generator,
         cuda_graph=cuda_graph,
         n_splits=n_splits,
         compile_layers=compile_layers,
@@ -145,65 +167,6 @@ def decoding(decoder: Decoder) -> Iterator[None]:
         yield
 
 
-def checked_decoder(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "batch prompt"],
-    is_prompt: Bool[Tensor, "batch prompt"],
-    *,
-    cache: CacheSpec,
-    max_new_tokens: int,
-    eos_token_id: int | Sequence[int] | None,
-    pad_token_id: int | None,
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-    num_return_sequences: int = 1,
-    max_rows: int | None = None,
-    cuda_graph: bool | None = None,
-    n_splits: int | None = None,
-    prefill_chunk: int | None = None,
-    **options: bool,
-) -> Decoder:
-    """Return a decoder for these prompts; arguments and errors are those of `generate`."""
-    if not isinstance(cache, CacheSpec):
-        raise ValueError(
-            f"cache must be a CacheSpec, got {cache!r}; give CacheSpec('snapkv', budget=512), for example"
-        )
-    if not isinstance(generator, torch.Generator | None):
-        raise ValueError(
-            f"generator must be a torch.Generator or None, got {generator!r}; give "
-            "torch.Generator(device).manual_seed(0)"
-        )
-    check_prompts(model, input_ids, is_prompt, max_new_tokens)
-    _check_rows(num_return_sequences, max_rows, cuda_graph, input_ids.device)
-    if prefill_chunk is not None:
-        Range(least=1).check("prefill_chunk", prefill_chunk, int, hint="None reads a prompt in one piece")
-    _check_splits(n_splits, torch.empty(0, dtype=model.dtype, device=input_ids.device))
-    eos_list, given_pad = _token_list("eos_token_id", eos_token_id), _token_list("pad_token_id", pad_token_id)
-    pad_list = given_pad or eos_list[:1]
-    if not pad_list:
-        raise ValueError("pad_token_id must be given where there is no eos_token_id; give any token id")
-    # A token beyond the vocabulary is never sampled, and ends no response.
-    Range(least=0).check("eos_token_id", min(eos_list, default=0), int, hint="None never ends a response")
-    check_token(model, "pad_token_id", pad_list[0])
-    return Decoder(
-        model,
-        cache,
-        n_concurrent_rows(len(input_ids), num_return_sequences, max_rows),
-        input_ids.shape[1],
-        DecodeSettings(
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=torch.tensor(eos_list, dtype=torch.long, device=input_ids.device),
-            pad_token_id=pad_list[0],
-            sampling=sampling,
-        ),
-        generator,
-        cuda_graph=cuda_graph,
-        n_splits=n_splits,
-        prefill_chunk=prefill_chunk,
-        **options,
-    )
-
-
 def _token_list(name: str, ids: Any) -> list[int]:
     """Return token ids that are a number, a sequence, a tensor or an array, as a list; empty for None."""
     try:
@@ -224,17 +187,12 @@ def n_concurrent_rows(n_prompts: int, num_return_sequences: int, max_rows: int |
 
 
 def as_rollout(
-    decoder: Decoder,
-    rows: DecodedRows,
-    is_prompt: Bool[Tensor, "batch prompt"],
-    last: Int[Tensor, " batch"] | None = None,
+    decoder: Decoder, rows: DecodedRows, is_prompt: Bool[Tensor, "batch prompt"], last: Tensor | None = None
 ) -> Rollout:
     """Cut the unused columns of decoded rows, and free the decoder's cache.
 
-    All tokens up to the last one are of the sequence; those that were given are not in `response_mask`.
-
-    Args:
-        last: column of the last token of each row; None: that of the last sampled one.
+    All tokens up to column `last` of each row, or the last sampled one, are of the sequence; those that were
+    given are not in `response_mask`.
     """
     kv_bytes = decoder.kv.kv_bytes
     for layer in decoder.kv.slot_layers:
@@ -269,7 +227,7 @@ def check_prompts(
     is_prompt: Tensor,
     max_new_tokens: int,
 ) -> None:
-    """Check left-padded prompts for a model, before any work."""
+    """Check left-padded prompts."""
     if input_ids.ndim != 2 or input_ids.dtype != torch.long:
         raise ValueError(
             f"input_ids must be a torch.long tensor [batch, prompt], got {input_ids.dtype} of shape "

@@ -1,17 +1,19 @@
 """OpenRollout: a rollout that its caller goes on with, for trainers that run tools between turns."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.rollout.decode_loop import collect_rows
-from lit_rlkv.rollout.generate import as_rollout, checked_decoder, decoding
+from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
+from lit_rlkv.rollout.generate import as_rollout, check_prompts, decoding
 from lit_rlkv.rollout.paused_rows import PausedRow
 from lit_rlkv.rollout.turns import go_on, last_turn
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Rollout
 
 
@@ -22,13 +24,10 @@ class OpenRollout:
     with, of several to the longest one. Rows of equal tokens stand for each other, once each.
 
     Args:
-        model: model from `prepare_backbone`.
-        input_ids: left-padded prompts, whose first turns are sampled at once.
-        attention_mask: 0 or False on padding.
-        options: further arguments of `checked_decoder`; `max_new_tokens` counts given tokens too.
+        options: as in `generate`, where each is explained; `sampling` tells how tokens are drawn.
 
     Raises:
-        ValueError: as by `generate`.
+        ValueError: a prompt is refused, as by `generate`.
     """
 
     @torch.no_grad()
@@ -38,15 +37,25 @@ class OpenRollout:
         input_ids: Int[Tensor, "batch prompt"],
         attention_mask: Tensor,
         *,
-        num_return_sequences: int = 1,
-        **options: Any,
+        cache: CacheSpec,
+        max_new_tokens: int,
+        eos_token_id: Sequence[int],
+        pad_token_id: int,
+        sampling: Sampling,
+        num_return_sequences: int,
+        generator: torch.Generator | None = None,
+        record_routing: bool = False,
     ) -> None:
-        n, is_prompt = num_return_sequences, attention_mask.bool()
-        self._decoder = checked_decoder(model, input_ids, is_prompt, num_return_sequences=n, **options)
+        is_prompt, n = attention_mask.bool(), num_return_sequences
+        check_prompts(model, input_ids, is_prompt, max_new_tokens)
+        ends = torch.tensor(eos_token_id, device=input_ids.device)
+        settings = DecodeSettings(max_new_tokens, ends, pad_token_id, sampling)
+        sizes, options = (n * len(input_ids), input_ids.shape[1]), {"record_routing": record_routing}
+        self._decoder = Decoder(model, cache, *sizes, settings, generator, cuda_graph=None, **options)
         self._is_prompt = is_prompt.repeat_interleave(n, dim=0)
         prompts = [ids[mask].tolist() for ids, mask in zip(input_ids, is_prompt, strict=True)]
         self._tokens: list[list[int]] = [prompt for prompt in prompts for _ in range(n)]
-        self._n_most = [len(prompt) + self._decoder.settings.max_new_tokens for prompt in self._tokens]
+        self._n_most = [len(prompt) + max_new_tokens for prompt in self._tokens]
         self._paused: dict[int, PausedRow] = {}
         rows = range(self._decoder.n_rows)
         with decoding(self._decoder):
@@ -64,7 +73,7 @@ class OpenRollout:
         Raises:
             ValueError: no row that is left begins a sequence, or one is too long.
         """
-        rows = self._find(sequences, n_new=1)
+        rows = self._find(sequences, go_on=True)
         given: dict[int, list[int]] = {}
         for row, ids in zip(rows, sequences, strict=True):
             new, self._tokens[row] = ids[len(self._tokens[row]) :], ids
@@ -85,16 +94,20 @@ class OpenRollout:
         Raises:
             ValueError: a sequence is not that of a row.
         """
-        rows = self._find(sequences, n_new=0)
+        rows = self._find(sequences, go_on=False)
         found = collect_rows(self._decoder, {row: place for place, row in enumerate(rows)}, len(rows))
         last = self._decoder.kv.column[rows] + 1
         return as_rollout(self._decoder, found, self._is_prompt[rows], last)
 
-    def _find(self, sequences: Sequence[list[int]], n_new: int) -> list[int]:
-        """Return the row of each sequence, which has at least so many new tokens; none at all for 0."""
+    def _find(self, sequences: Sequence[list[int]], *, go_on: bool) -> list[int]:
+        """Return the row of each sequence, which has more tokens than its row if it goes on."""
         left, found = dict(enumerate(self._tokens)), []
         for place, ids in enumerate(sequences):
-            begun = [row for row, own in left.items() if _begins(own, ids, n_new)]
+            ends_alike = [
+                row for row, own in left.items() if ids[len(own) - 1 : len(own)] == own[-1:]
+            ]  # fast
+            begun = [row for row in ends_alike if ids[: len(left[row])] == left[row]]
+            begun = [row for row in begun if (len(ids) > len(left[row])) == go_on]
             if not begun:
                 raise ValueError(
                     f"sequence {place} of {len(ids)} tokens is that of no row; give its turns as they were "
@@ -119,10 +132,3 @@ class OpenRollout:
         input_ids, response_mask = decoder.read_tokens(rows)
         for row, ids, is_turn in zip(rows, input_ids, last_turn(response_mask), strict=True):
             self._tokens[row] = [*self._tokens[row], *ids[is_turn].tolist()]
-
-
-def _begins(own: list[int], ids: list[int], n_new: int) -> bool:
-    """Return True if a sequence begins with a row's own tokens; the last one differs first."""
-    n = len(own)
-    is_long_enough = n + n_new <= len(ids) if n_new > 0 else n == len(ids)
-    return is_long_enough and ids[n - 1] == own[-1] and ids[:n] == own

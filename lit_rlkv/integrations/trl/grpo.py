@@ -89,11 +89,9 @@ class EvictingGRPOTrainer(EvictingTrainer, GRPOTrainer):  # type: ignore[misc]
             return self.sample(prompt_ids)
         with self._sampler() as model:
             if self._open is None:
-                self._open = OpenRollout(
-                    model, sampling=self.args.sampling(), **self._rollout_options(prompt_ids)
-                )
-                ids_of = zip(self._open.sequences, prompt_ids, strict=True)
-                turns = [ids[len(prompt) :] for ids, prompt in ids_of]
+                options = self._rollout_options(prompt_ids)
+                self._open = OpenRollout(model, sampling=self.args.sampling(), **options)
+                turns = [a[len(b) :] for a, b in zip(self._open.sequences, prompt_ids, strict=True)]
             else:
                 turns = self._open.go_on(prompt_ids)
         return turns, [[0.0] * len(ids) for ids in turns]  # `_generate` has the log-probs
