@@ -1,0 +1,126 @@
+"""Tables of docs/results/ranking.md."""
+
+from statistics import geometric_mean
+
+from pretrained_parts.tables import small
+from ranking_parts.measure import EDGES
+from ranking_parts.results import FIRST, Group, Results, difference, prompts_needed
+from ranking_parts.setting import ALL, DTYPES, INTERVAL
+from ranking_parts.texts import RECALLS
+
+from lit_rlkv.kvcache.policies import UNTRAINED
+from lit_rlkv.reporting.tables import markdown_table
+
+NAMES = {None: "16 bit", "int8": "int8", "int4": "int4"}
+MISSING = "–"
+
+
+def report(results: Results) -> str:
+    """Return all tables under their titles."""
+    parts = []
+    for slots in results.sizes:
+        parts += [f"## Bytes of {slots} slots in 16 bit", ranking(results, slots)]
+        parts += ["### Along the response", along(results, slots)]
+    parts += ["## Bytes", sizes(results), "## Dtypes", dtypes(results)]
+    parts += ["## Prompts", prompts(results)]
+    return "\n\n".join(parts)
+
+
+def recalls(group: Group) -> str:
+    """Return the values recalled right, `asked · later · own`."""
+    return " · ".join(f"{right}/{n}" for right, n in map(group.recalled, RECALLS))
+
+
+def interval(group: Group) -> str:
+    """Return the KL with its interval."""
+    found = group.kl
+    return f"{small(found.value)} ({small(found.low)}–{small(found.high)})"
+
+
+def ranking(results: Results, slots: int) -> str:
+    """Return KL, overlap and recall by policy and dtype, by the geometric mean of the KL over dtypes."""
+    places = {dtype: results.groups(dtype, slots) for dtype in DTYPES}
+    found = [policy for policy in UNTRAINED if any(policy in groups for groups in places.values())]
+
+    def cost(policy: str) -> float:
+        return geometric_mean(groups[policy].kl.value for groups in places.values() if policy in groups)
+
+    headings = ["policy"]
+    for name in NAMES.values():
+        headings += [f"{name}: KL", "p05", "recalled"]
+    body = [_line(None, {dtype: results.dense(dtype) for dtype in DTYPES})]
+    body += [
+        _line(policy, {d: groups.get(policy) for d, groups in places.items()})
+        for policy in sorted(found, key=cost)
+    ]
+    return markdown_table(headings, body)
+
+
+def _line(policy: str | None, groups: dict[str | None, Group | None]) -> list[str]:
+    cells = ["all keys" if policy is None else f"`{policy}`"]
+    for group in groups.values():
+        cells += [interval(group), f"{group.overlap_p05:.2f}", recalls(group)] if group else [MISSING] * 3
+    return cells
+
+
+def along(results: Results, slots: int) -> str:
+    """Return KL and the 5th percentile of the overlap by response token, in 16 bit."""
+    ends = [*EDGES[1:], None]
+    labels = [f"{a}–{b - 1}" if b else f"{a}+" for a, b in zip(EDGES, ends, strict=True)]
+    body = []
+    for policy, group in results.groups(None, slots).items():
+        pairs = zip(group.along("kl"), group.along("p05"), strict=True)
+        body.append([f"`{policy}`", *(f"{small(kl)} / {p05:.2f}" for kl, p05 in pairs)])
+    return markdown_table(["policy", *labels], body)
+
+
+def sizes(results: Results) -> str:
+    """Return keys and bytes of a row by size and dtype, and the bytes that policies keep beside slots."""
+    body = []
+    for slots in results.sizes:
+        for dtype in DTYPES:
+            if groups := results.groups(dtype, slots):
+                beside = [group.n_bytes("beside") for group in groups.values()]
+                one = next(iter(groups.values()))
+                cells = [one.n_bytes("slots"), one.n_bytes("record"), min(beside), max(beside)]
+                kib = [f"{n / 1024:,.0f}" for n in cells]
+                keys = f"{one.rows[0]['budget']} + {INTERVAL}"
+                body.append([str(slots), NAMES[dtype], keys, *kib[:2], f"{kib[2]}–{kib[3]}"])
+    return markdown_table(["slots in 16 bit", "dtype", "keys", "slots, KiB", "record", "beside"], body)
+
+
+def dtypes(results: Results) -> str:
+    """Return how often a dtype has the lower KL than 16 bit, and by how much, at equal bytes."""
+    body = []
+    for slots in results.sizes:
+        plain = results.groups(None, slots)
+        for dtype in DTYPES[1:]:
+            for counted in ("slots", ALL):
+                groups = results.groups(dtype, slots, counted)
+                shared = [policy for policy in groups if policy in plain]
+                if shared:
+                    ratios = {p: groups[p].kl.value / plain[p].kl.value for p in shared}
+                    wins = sum(ratio < 1 for ratio in ratios.values())
+                    sure = sum(difference(groups[p], plain[p]).low > 0 for p in shared)
+                    keys = groups[shared[0]].rows[0]["budget"]
+                    cells = [slots, counted, NAMES[dtype], keys, f"{wins} of {len(shared)}", sure]
+                    body.append([*map(str, cells), f"{geometric_mean(ratios.values()):.2f}"])
+    headings = ["slots in 16 bit", "equal bytes of", "dtype", "keys", "lower KL than 16 bit in"]
+    return markdown_table([*headings, "surely", "KL / KL in 16 bit"], body)
+
+
+def prompts(results: Results) -> str:
+    """Return the first policies beside the middle one, with the prompts that tell them apart."""
+    body = []
+    for slots, dtype in results.places:
+        groups = results.groups(dtype, slots)
+        policies = list(groups)
+        middle = policies[len(policies) // 2]
+        for policy in policies[:FIRST]:
+            found = difference(groups[policy], groups[middle])
+            n = prompts_needed(groups[policy], groups[middle])
+            told = f"{small(found.value)} ({small(found.low)}–{small(found.high)})"
+            body.append([str(slots), NAMES[dtype], f"`{policy}`", f"`{middle}`", told, str(n or MISSING)])
+    return markdown_table(
+        ["slots in 16 bit", "dtype", "policy", "middle", "KL of the middle − its KL", "prompts"], body
+    )
