@@ -5,14 +5,16 @@ from statistics import geometric_mean
 from pretrained_parts.tables import small
 from ranking_parts.measure import EDGES
 from ranking_parts.results import FIRST, Group, Results, difference, prompts_needed
-from ranking_parts.setting import ALL, DTYPES, INTERVAL
+from ranking_parts.setting import ALL, COMPUTE, DTYPES, INTERVAL
 from ranking_parts.texts import RECALLS
 
+from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.reporting.tables import markdown_table
 
 NAMES = {None: "16 bit", "int8": "int8", "int4": "int4"}
 MISSING = "–"
+HEAD_DIMS = (64, 128, 256)
 
 
 def report(results: Results) -> str:
@@ -22,7 +24,7 @@ def report(results: Results) -> str:
         parts += [f"## Bytes of {slots} slots in 16 bit", ranking(results, slots)]
         parts += ["### Along the response", along(results, slots)]
     parts += ["## Bytes", sizes(results), "## Dtypes", dtypes(results)]
-    parts += ["## Prompts", prompts(results)]
+    parts += ["## Prompts", prompts(results), "## Share of a row from which a dtype holds more keys", shares()]
     return "\n\n".join(parts)
 
 
@@ -107,6 +109,22 @@ def dtypes(results: Results) -> str:
                     body.append([*map(str, cells), f"{geometric_mean(ratios.values()):.2f}"])
     headings = ["slots in 16 bit", "equal bytes of", "dtype", "keys", "lower KL than 16 bit in"]
     return markdown_table([*headings, "surely", "KL / KL in 16 bit"], body)
+
+
+def shares() -> str:
+    """Return which share of a row's tokens a head in 16 bit must hold before other dtypes hold more keys.
+
+    In the same bytes of slots and record: record / (bytes of a key in 16 bit − of its codes).
+    """
+    body = []
+    for dim in HEAD_DIMS:
+        cells = [str(dim)]
+        for dtype in DTYPES[1:]:
+            record = record_bytes(dim, dtype, group_of(dtype, COMPUTE))
+            saved = quantized_bytes(dim, None, COMPUTE) - quantized_bytes(dim, dtype, COMPUTE)
+            cells.append(f"{100 * record / saved:.1f} %")
+        body.append(cells)
+    return markdown_table(["dimensions of a head", *(NAMES[dtype] for dtype in DTYPES[1:])], body)
 
 
 def prompts(results: Results) -> str:
