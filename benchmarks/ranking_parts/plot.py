@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 from pretrained_parts.plot import DPI, STYLES
-from ranking_parts.results import Group, Results
+from ranking_parts.results import PARTS, Group, Results
 from ranking_parts.setting import DTYPES
 from ranking_parts.tables import NAMES
 from ranking_parts.texts import RECALLS
@@ -53,7 +53,7 @@ def _panel(axes: Axes, results: Results, dtype: str | None, read: Callable[[Grou
     for policy in UNTRAINED:
         groups = [each for slots in results.sizes if (each := results.groups(dtype, slots).get(policy))]
         color, marker = STYLES[policy]
-        x = [group.n_bytes("slots", "record", "beside") / MIB for group in groups]
+        x = [group.n_bytes(*PARTS) / MIB for group in groups]
         axes.plot(
             x, [read(group) for group in groups], marker=marker, color=color, lw=1.5, ms=5, label=policy
         )

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
-from statistics import NormalDist, fmean, stdev
+from itertools import pairwise
+from math import log
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ from ranking_parts.measure import N_BINS
 from ranking_parts.setting import DTYPES, SLOTS
 from ranking_parts.texts import TEXT
 
-from lit_rlkv.evaluation.intervals import mean_interval
+from lit_rlkv.evaluation.intervals import mean_interval, t_quantile
 from lit_rlkv.evaluation.results import IntervalEstimate
 from lit_rlkv.kvcache.policies import DENSE, UNTRAINED
 
 Row = Mapping[str, Any]
+PARTS = ("slots", "record", "beside")
+"""Bytes of a row by what they are for."""
 POWER = 0.8
+MOST_PROMPTS = 1000
 FIRST = 3
 """Policies that are compared with the middle one."""
 
@@ -53,7 +57,7 @@ class Group:
         return np.mean([row["along"][name] for row in self.rows], axis=0).tolist()
 
     def n_bytes(self, *parts: str) -> int:
-        """Return the bytes of a row's cache: `slots`, `record`, `beside`."""
+        """Return the bytes of these `PARTS` of a row."""
         return sum(self.rows[0]["bytes"][part] for part in parts)
 
 
@@ -104,19 +108,40 @@ class Results:
         return [(slots, dtype) for slots in self.sizes for dtype in DTYPES if self.is_whole(dtype, slots)]
 
 
-def difference(first: Group, second: Group) -> IntervalEstimate:
+def difference(first: Sequence[float], second: Sequence[float]) -> IntervalEstimate:
     """Return the mean over prompts of the second KL − the first, with Student's interval."""
-    return mean_interval([b - a for a, b in zip(first.by_prompt, second.by_prompt, strict=True)])
+    return mean_interval([b - a for a, b in zip(first, second, strict=True)])
 
 
-def prompts_needed(first: Group, second: Group, level: float = 0.95) -> int | None:
+def prompts_needed(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> int | None:
     """Return the prompts for which a test of this paired difference has `POWER`; None if it is not above 0.
 
-    n = ((z₁₋ₐ⸝₂ + z_power) s / m)², by the mean and standard deviation of the differences measured.
+    The smallest n of at least ((t_{1−α/2} + t_power) s / m)², with Student's quantiles of n − 1 degrees of
+    freedom, by the mean m and standard deviation s of the differences measured.
     """
-    differences = [b - a for a, b in zip(first.by_prompt, second.by_prompt, strict=True)]
-    mean, normal = fmean(differences), NormalDist()
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    mean = fmean(differences)
     if mean <= 0:
         return None
-    z = normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(POWER)
-    return ceil((z * stdev(differences) / mean) ** 2)
+    effect = stdev(differences) / mean
+
+    def enough(n: int) -> bool:
+        t = t_quantile(level, n - 1) + t_quantile(2 * POWER - 1, n - 1)
+        return n >= (t * effect) ** 2
+
+    return next((n for n in range(2, MOST_PROMPTS) if enough(n)), MOST_PROMPTS)
+
+
+def plain_at(results: Results, policy: str, n_bytes: int) -> list[float] | None:
+    """Return the KL of each prompt in 16 bit at so many bytes of all that a sequence keeps.
+
+    Between two sizes measured its logarithm is interpolated by that of the bytes; None outside of them.
+    """
+    found = [each[policy] for slots in results.sizes if policy in (each := results.groups(None, slots))]
+    for low, high in pairwise(found):
+        ends = [group.n_bytes(*PARTS) for group in (low, high)]
+        if ends[0] <= n_bytes <= ends[1]:
+            share = log(n_bytes / ends[0]) / log(ends[1] / ends[0])
+            pairs = zip(low.by_prompt, high.by_prompt, strict=True)
+            return [a ** (1 - share) * b**share for a, b in pairs]
+    return None

@@ -1,10 +1,11 @@
 """Tables of docs/results/ranking.md."""
 
-from statistics import geometric_mean
+from collections.abc import Mapping
+from statistics import fmean, geometric_mean
 
 from pretrained_parts.tables import small
 from ranking_parts.measure import EDGES
-from ranking_parts.results import FIRST, Group, Results, difference, prompts_needed
+from ranking_parts.results import FIRST, PARTS, Group, Results, difference, plain_at, prompts_needed
 from ranking_parts.setting import ALL, COMPUTE, DTYPES, INTERVAL
 from ranking_parts.texts import RECALLS
 
@@ -24,7 +25,12 @@ def report(results: Results) -> str:
         parts += [f"## Bytes of {slots} slots in 16 bit", ranking(results, slots)]
         parts += ["### Along the response", along(results, slots)]
     parts += ["## Bytes", sizes(results), "## Dtypes", dtypes(results)]
-    parts += ["## Prompts", prompts(results), "## Share of a row from which a dtype holds more keys", shares()]
+    parts += [
+        "## Prompts",
+        prompts(results),
+        "## Share of a row from which a dtype holds more keys",
+        shares(),
+    ]
     return "\n\n".join(parts)
 
 
@@ -92,23 +98,33 @@ def sizes(results: Results) -> str:
 
 
 def dtypes(results: Results) -> str:
-    """Return how often a dtype has the lower KL than 16 bit, and by how much, at equal bytes."""
+    """Return how often a dtype has a lower KL than 16 bit at equal bytes, and by how much."""
     body = []
     for slots in results.sizes:
-        plain = results.groups(None, slots)
         for dtype in DTYPES[1:]:
-            for counted in ("slots", ALL):
-                groups = results.groups(dtype, slots, counted)
-                shared = [policy for policy in groups if policy in plain]
-                if shared:
-                    ratios = {p: groups[p].kl.value / plain[p].kl.value for p in shared}
-                    wins = sum(ratio < 1 for ratio in ratios.values())
-                    sure = sum(difference(groups[p], plain[p]).low > 0 for p in shared)
-                    keys = groups[shared[0]].rows[0]["budget"]
-                    cells = [slots, counted, NAMES[dtype], keys, f"{wins} of {len(shared)}", sure]
-                    body.append([*map(str, cells), f"{geometric_mean(ratios.values()):.2f}"])
-    headings = ["slots in 16 bit", "equal bytes of", "dtype", "keys", "lower KL than 16 bit in"]
-    return markdown_table([*headings, "surely", "KL / KL in 16 bit"], body)
+            groups = results.groups(dtype, slots)
+            plain = {policy: group.by_prompt for policy, group in results.groups(None, slots).items()}
+            body.append([str(slots), NAMES[dtype], "slots", *_compared(groups, plain)])
+            equal = {
+                policy: plain_at(results, policy, each.n_bytes(*PARTS)) for policy, each in groups.items()
+            }
+            body.append([str(slots), NAMES[dtype], "slots, record and the rest", *_compared(groups, equal)])
+            groups = results.groups(dtype, slots, ALL)
+            body.append([str(slots), NAMES[dtype], "the same, measured", *_compared(groups, plain)])
+    headings = ["slots in 16 bit", "dtype", "equal bytes of", "keys", "lower KL than 16 bit in", "surely"]
+    return markdown_table([*headings, "KL / KL in 16 bit"], [line for line in body if line[-1]])
+
+
+def _compared(groups: Mapping[str, Group], plain: Mapping[str, list[float] | None]) -> list[str]:
+    """Return keys, policies with a lower KL, those beyond the error of the prompts, and the mean ratio."""
+    pairs = [(group, kl) for policy, group in groups.items() if (kl := plain.get(policy))]
+    if not pairs:
+        return [""]
+    ratios = [group.kl.value / fmean(kl) for group, kl in pairs]
+    n_sure = sum(difference(group.by_prompt, kl).low > 0 for group, kl in pairs)
+    n_lower = sum(ratio < 1 for ratio in ratios)
+    keys = str(pairs[0][0].rows[0]["budget"])
+    return [keys, f"{n_lower} of {len(pairs)}", str(n_sure), f"{geometric_mean(ratios):.2f}"]
 
 
 def shares() -> str:
@@ -135,8 +151,8 @@ def prompts(results: Results) -> str:
         policies = list(groups)
         middle = policies[len(policies) // 2]
         for policy in policies[:FIRST]:
-            found = difference(groups[policy], groups[middle])
-            n = prompts_needed(groups[policy], groups[middle])
+            kls = groups[policy].by_prompt, groups[middle].by_prompt
+            found, n = difference(*kls), prompts_needed(*kls)
             told = f"{small(found.value)} ({small(found.low)}–{small(found.high)})"
             body.append([str(slots), NAMES[dtype], f"`{policy}`", f"`{middle}`", told, str(n or MISSING)])
     return markdown_table(

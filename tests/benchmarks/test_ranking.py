@@ -9,7 +9,7 @@ import record
 import torch
 from pretrained_parts import forced
 from ranking_parts import measure, plot, setting, tables
-from ranking_parts.results import Group, Results, difference, prompts_needed
+from ranking_parts.results import Results, difference, plain_at, prompts_needed
 from ranking_parts.texts import SEGMENTS, Texts, Writer, example
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -109,15 +109,31 @@ def test_each_fact_stands_once_and_is_asked_for_where_it_is_said_to_be():
     assert len({example(number).message for number in range(40)}) == 40
 
 
-def rows_of(*kls: list[float]) -> Group:
-    return Group(tuple({"kl": {"text": kl}} for kl in kls))
-
-
 def test_needed_prompts_follow_the_paired_differences():
-    low, high = rows_of([0.1, 0.2], [0.3]), rows_of([0.2, 0.5], [0.5])  # differences 0.1, 0.3, 0.2
+    low, high = [0.1, 0.2, 0.3], [0.2, 0.5, 0.5]  # differences 0.1, 0.3, 0.2
     assert difference(low, high).value == pytest.approx(0.2)
-    assert prompts_needed(low, high) == 2  # ((1.960 + 0.842) · 0.1 / 0.2)² = 1.96
+    # s / m = 0.5; ((3.182 + 0.978) · 0.5)² = 4.3 for n = 4, ((2.776 + 0.941) · 0.5)² = 3.5 for n = 5
+    assert prompts_needed(low, high) == 5
     assert prompts_needed(high, low) is None
+
+
+def small_row(slots: int, n_bytes: int, kl: float) -> dict:
+    cell = {
+        "model": "m",
+        "policy": "h2o",
+        "dtype": None,
+        "slots": slots,
+        "counted": setting.SLOTS,
+        "chunk": 0,
+    }
+    return {"cell": cell, "kl": {"text": [kl]}, "bytes": {"slots": n_bytes, "record": 0, "beside": 0}}
+
+
+def test_between_two_sizes_the_kl_is_interpolated_and_outside_it_is_not_known():
+    results = Results.of([small_row(1, 100, 0.4), small_row(2, 400, 0.1)])
+    assert plain_at(results, "h2o", 200) == [pytest.approx(0.2)]  # half way in both logarithms
+    assert plain_at(results, "h2o", 99) is None
+    assert plain_at(results, "rkv", 200) is None
 
 
 def test_equal_bytes_are_equal_and_the_record_costs_keys():
@@ -205,4 +221,12 @@ def test_a_run_that_was_cut_off_goes_on_and_is_reported(folder, tmp_path, monkey
         assert "None" not in told
         plot.draw(Results.of(rows[:n]), tmp_path / f"{n}.png")
     assert "### Along the response" in told
-    assert "| 448 | slots and record | int4 |" in told
+    assert "| 448 | int4 | the same, measured |" in told
+
+
+def test_the_tables_of_the_docs_are_what_the_rows_say():
+    text = (record.ROOT / "docs" / "results" / "ranking.md").read_text(encoding="utf-8")
+    printed = tables.report(Results.of(record.rows(setting.NAME)))
+    lines = {line for line in printed.splitlines() if line.startswith("| ") and "---" not in line}
+    assert len(lines) > 30
+    assert lines <= set(text.splitlines())
