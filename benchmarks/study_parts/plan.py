@@ -74,7 +74,7 @@ TOOLS_RATE = 1e-3
 """By one run of shadow with the tuning seed: in 40 iterations of 256 responses its reward rose from 0.36 to
 0.69."""
 TOOLS_ITERATIONS, MORE_TOOLS_ITERATIONS = 20, 40
-RANKED = ("rkv", "snapkv", "expected", "vase", "streaming", "random")
+RANKED = ("expected", "tova", "snapkv", "rkv", "streaming", "random")
 """Four policies that docs/results/ranking.md has first, and two that look at no score."""
 N_RESPONSES = 256
 """Responses of an iteration of the default run."""
