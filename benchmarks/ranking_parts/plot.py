@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from pretrained_parts.plot import DPI, STYLES
 from ranking_parts.results import PARTS, Group, Results
 from ranking_parts.setting import DTYPES
@@ -28,8 +28,11 @@ def draw(results: Results, path: Path) -> None:
         _panel(below, results, dtype, recalled_share)
         above.set_title(NAMES[dtype], fontsize=SMALL, color=INK, loc="left")
         above.set_yscale("log")
-        above.yaxis.set_major_formatter(ScalarFormatter())
+        above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         above.yaxis.set_minor_formatter(NullFormatter())
+        if ends := _ends(results):  # the KL of int8 with all keys lies far below
+            above.set_ylim(0.8 * min(ends), 1.25 * max(ends))
         below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         below.set_ylim(-0.04, 1.04)
         x_label = "MiB of a sequence" if column == 1 else ""
@@ -46,6 +49,12 @@ def recalled_share(group: Group) -> float:
     """Return the share of all values that are recalled right."""
     found = [group.recalled(name) for name in RECALLS]
     return sum(right for right, _ in found) / sum(n for _, n in found)
+
+
+def _ends(results: Results) -> list[float]:
+    """Return the KL of every policy in every place."""
+    groups = [results.groups(dtype, slots) for dtype in DTYPES for slots in results.sizes]
+    return [group.kl.value for each in groups for group in each.values()]
 
 
 def _panel(axes: Axes, results: Results, dtype: str | None, read: Callable[[Group], float]) -> None:
