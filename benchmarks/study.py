@@ -96,14 +96,16 @@ def comparisons(done: dict[str, dict]) -> dict[str, list[dict]]:
             found[title] = rows_of(
                 [setting for block in blocks for setting in settings_of(block, done)], done
             )
-    for block in ("tasks", "half_learned", "budgets", "policies", "pretrained", "tools", "more_tools"):
+    blocks = ("tasks", "half_learned", "budgets", "policies", "pretrained", "tools", "more_tools")
+    for block in (*blocks, "pretrained_policies"):
         for setting in settings_of(block, done):
             title = f"{setting.task}, budget {setting.budget}, one rate"
             if setting.policy != plan.MAIN_POLICY:
                 title += f", {setting.policy}"
             if not setting.anchored:
                 title += ", without the anchor"
-            found.setdefault(title, []).extend(rows_of([setting], done))
+            rows = found.setdefault(title, [])
+            rows += [row for row in rows_of([setting], done) if row not in rows]  # two blocks may share runs
     return found
 
 

@@ -74,6 +74,8 @@ TOOLS_RATE = 1e-3
 """By one run of shadow with the tuning seed: in 40 iterations of 256 responses its reward rose from 0.36 to
 0.69."""
 TOOLS_ITERATIONS, MORE_TOOLS_ITERATIONS = 20, 40
+RANKED = ("expected", "tova", "snapkv", "rkv", "streaming", "random")
+"""Four policies that docs/results/ranking.md has first, and two that look at no score."""
 N_RESPONSES = 256
 """Responses of an iteration of the default run."""
 OTHER_RESPONSES = {"products": 128, "smollm2": 32}
@@ -229,6 +231,16 @@ def pretrained(_: Rates) -> list[Setting]:
     ]
 
 
+def pretrained_policies(_: Rates) -> list[Setting]:
+    """GRPO with replay from a pretrained model under `RANKED`, and a control with all keys, seed by seed."""
+    place = {"task": "smollm2", "budget": BUDGETS["smollm2"], "n_iterations": PRETRAINED_ITERATIONS}
+    return [
+        replace(run, policy=policy, lr=PRETRAINED_RATE, **place)
+        for run in _at_one_rate(("dense", "shadow"), FEW_SEEDS)
+        for policy in (RANKED if run.arm == "shadow" else (MAIN_POLICY,))
+    ]
+
+
 def overlap(_: Rates) -> list[Setting]:
     """Return runs with and without replay over the overlap with the dense policy, and a dense control."""
     return [run for seed in FEW_SEEDS for run in _by_overlap(seed, COMMON_RATE, OVERLAP_CACHES)]
@@ -306,5 +318,6 @@ BLOCKS: dict[str, Callable[[Rates], list[Setting]]] = {
     "overlap_more": overlap_more,
     "tools": tools,
     "more_tools": more_tools,
+    "pretrained_policies": pretrained_policies,
 }
 """In the order in which they are run; `rates` comes before them, `clock` after them."""
