@@ -158,7 +158,7 @@ def planner_of(
     config.save_pretrained(folder)
     cfg = config_of([*settings, f"model.path={folder}"])
     card, roles = replace(find_card(None), is_gpu=device == "cuda"), roles_of(cfg)
-    return Planner(cfg, roles, pass_bytes_of(roles, card), card, n_prompt)
+    return Planner(cfg, roles, pass_bytes_of(cfg, roles, card), card, n_prompt)
 
 
 def parts_of(planner: Planner) -> dict[str, dict[str, int]]:

@@ -1,6 +1,6 @@
 """The gain of a budget on a card, planned: responses at a time with all keys, 2,048 and 1,024 of them.
 
-    python benchmarks/planned.py [--gpu 24GB] [--tokens 4096 16384 32768] [--models qwen3-4b ...]
+    python benchmarks/planned.py [--gpu 24GB] [--tokens 1024 4096 16384 32768] [--models qwen3-4b ...]
     python benchmarks/planned.py --recipes                        the recipes of conf/recipe for a card
 
 Printed are the responses that the card decodes at a time, in groups of 8 after prompts of 512 tokens, and the
@@ -17,9 +17,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3C
 
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import Config, parse_config
-from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card, find_card
-from lit_rlkv.planning.models import roles_of
+from lit_rlkv.planning.models import pass_bytes_of, roles_of
 from lit_rlkv.planning.plan import Planner
 
 QWEN3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
@@ -76,7 +75,7 @@ def cells(name: str, card: Card, lengths: list[int], *, is_packed: bool) -> list
         quantized = ["fabric.quantization=4bit"] if is_packed else []
         cfg = config_of([*SETTINGS, *quantized, f"model.path={folder}"])
         roles = roles_of(cfg)
-    count = PassBytes(roles.backbone("policy"), is_fused=True)
+    count = pass_bytes_of(cfg, roles, card)
     found = [f"{name}, 4 bit" if is_packed else name]
     for n_tokens in lengths:
         asked = replace(cfg, rollout=replace(cfg.rollout, max_new_tokens=n_tokens))
@@ -102,9 +101,8 @@ def planner_of(recipe: str, folder: str) -> Planner:
     MODELS[name].save_pretrained(folder)
     cfg = config_of([f"recipe={recipe}", f"model.path={folder}"])
     n_ranks = cfg.fabric.devices if isinstance(cfg.fabric.devices, int) else 1
-    roles = roles_of(cfg)
-    count = PassBytes(roles.backbone("policy"), is_fused=True)
-    return Planner(cfg, roles, count, find_card(gpu), n_prompt=512, n_ranks=n_ranks)
+    roles, card = roles_of(cfg), find_card(gpu)
+    return Planner(cfg, roles, pass_bytes_of(cfg, roles, card), card, n_prompt=512, n_ranks=n_ranks)
 
 
 def recipe_cells(recipe: str) -> list[str]:
@@ -132,7 +130,7 @@ def recipe_cells(recipe: str) -> list[str]:
 def main() -> None:
     parser = command_line.Parser(__doc__)
     parser.add_argument("--gpu", default="24GB", help="a card or its memory")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16_384, 32_768])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--recipes", action="store_true", help="the recipes for a card")
     args = parser.parse_args()

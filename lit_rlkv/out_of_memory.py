@@ -1,10 +1,10 @@
 """Failed allocations: detection and explanation."""
 
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 from lit_rlkv.checks import OneLineError
@@ -44,6 +44,10 @@ def peak_memory(device: torch.device) -> int:
     """Return the most bytes that torch had on a CUDA device, or that this process had in memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # Windows has none
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

@@ -97,7 +97,7 @@ def plan(asked: PlanArguments) -> None:
     card, roles = find_card(asked.gpu), roles_of(cfg)
     card = card if card.is_gpu else replace(card, memory=card.memory // n_own)
     planner = Planner(
-        cfg, roles, pass_bytes_of(roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
+        cfg, roles, pass_bytes_of(cfg, roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )
     with as_config_errors("plan"):
         check_length(planner.policy, planner.n_columns)

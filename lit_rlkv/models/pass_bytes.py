@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
 from lit_rlkv.kernels.backend import to_autocast_dtype, uses_triton
@@ -41,6 +42,8 @@ FEW = 64
 FLOAT32 = 4
 BATCH_BYTES = 45
 """Bytes of a token in a batch: ids, masks, positions, log-probs, advantages."""
+PRODUCTS = {"linear", "matmul", "__matmul__", "bmm", "baddbmm", "addmm", "einsum", "conv1d"}
+"""Functions that autocast computes in 16 bits."""
 
 
 class PassBytes:
@@ -51,13 +54,16 @@ class PassBytes:
     Args:
         model: with our attention.
         is_fused: True if passes will run in the Triton kernels; None: if they do on the model's device.
+        autocast: dtype of products on the meta device, which has no autocast; None: that of now.
     """
 
-    def __init__(self, model: PreTrainedModel, *, is_fused: bool | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, is_fused: bool | None = None, autocast: torch.dtype | None = None
+    ) -> None:
         self.model, self.config = model, text_config(model)
         on_device = torch.empty(0, dtype=torch.float32, device=model.device)
         self.is_fused = uses_triton(on_device) if is_fused is None else is_fused
-        short, long = (_Count(model, n_tokens) for n_tokens in (FEW, 2 * FEW))
+        short, long = (_Count(model, n_tokens, autocast) for n_tokens in (FEW, 2 * FEW))
         self.itemsize = long.itemsize
         self._of_token = (long.sums - short.sums) / FEW
         self._fixed = short.sums - FEW * self._of_token
@@ -131,7 +137,7 @@ class _Count:
             again, of that alone, of what is outside of layers, and of the largest tensor of a layer.
     """
 
-    def __init__(self, model: PreTrainedModel, n_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, n_tokens: int, autocast: torch.dtype | None) -> None:
         self._inputs: dict[int, int] = {}
         self._saved: dict[int, tuple[int, bool, Tensor]] = {}
         """By storage: layer, or -1 outside of layers; True if within tiles alone; the tensor."""
@@ -165,11 +171,13 @@ class _Count:
             stack.enter_context(computing_once(layers))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+            if autocast is not None:
+                stack.enter_context(_Autocast(autocast))
             hidden = model_body(model)(
                 input_ids=ids,
                 position_ids=torch.arange(n_tokens, device=model.device)[None],
                 use_cache=False,
-                replay=_Attention(),
+                replay=_Attention(autocast),
                 attention_mask=masks,
             ).last_hidden_state
         self.itemsize: int = hidden.dtype.itemsize
@@ -225,11 +233,33 @@ class _Count:
         self._of_norm = output
 
 
+class _Autocast(TorchFunctionMode):
+    """Takes the factors of products to a dtype, as autocast does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in PRODUCTS:
+            args = [self._cast(value) for value in args]
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if is_number else value
+
+
 class _Attention:
     """Stands in for `Replay`: saves what attention saves, and computes nothing."""
 
+    def __init__(self, autocast: torch.dtype | None) -> None:
+        self.autocast = autocast
+
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
-        if not query.is_meta:  # where there is no autocast
+        if self.autocast is not None:
+            query, key, value = (tensor.to(self.autocast) for tensor in (query, key, value))
+        elif not query.is_meta:
             query, key, value = to_autocast_dtype(query, key, value)
         out: Tensor = _Attended.apply(query, key, value)  # type: ignore[no-untyped-call]
         return out

@@ -111,9 +111,10 @@ def machine_memory() -> int:
 
 
 def available_memory(n_processes: int = 1) -> int:
-    """Return the bytes that one of so many processes may hope for of what this machine has left."""
-    left = psutil.virtual_memory().available + psutil.swap_memory().free
-    found = [min(machine_memory(), left) // n_processes]
+    """Return the bytes that one of so many processes may hope for, with swap, of what is left."""
+    memory = psutil.virtual_memory()
+    left = memory.available if psutil.LINUX else memory.total  # other systems compress, and add swap
+    found = [(min(machine_memory(), left) + psutil.swap_memory().free) // n_processes]
     if psutil.LINUX:
         process = psutil.Process()
         limit = process.rlimit(psutil.RLIMIT_AS)[0]

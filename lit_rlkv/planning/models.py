@@ -1,5 +1,6 @@
 """The models of a run on the meta device: shapes and no weights, from a config.json or a preset."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from lit_rlkv.config import Config, ConfigError, as_config_errors, build, check_source, expanded, find_gguf
 from lit_rlkv.config.errors import one_line
 from lit_rlkv.config.options import named_items
+from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.attention import ATTENTION_NAME
 from lit_rlkv.models.backbone import text_config
@@ -21,6 +23,7 @@ from lit_rlkv.models.layouts import CRITICS
 from lit_rlkv.models.loading import friendly_errors
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
+from lit_rlkv.planning.passes import SIXTEEN_BITS
 
 N_PRESET_TOKENS = 64
 """Vocabulary of a preset, about that of a task's own tokenizer."""
@@ -74,15 +77,21 @@ def roles_of(cfg: Config) -> Roles:
         )
 
 
-def pass_bytes_of(roles: Roles, card: Card) -> PassBytes:
-    """Return the count of the passes of the policy's backbone on a card.
+def pass_bytes_of(cfg: Config, roles: Roles, card: Card) -> PassBytes:
+    """Return the count of the passes of the policy's backbone on a card, in the precision of a config.
 
     Raises:
         ConfigError: its forward cannot be followed without weights.
     """
+    model, precision = roles.backbone("policy"), cfg.fabric.precision
+    autocast = SIXTEEN_BITS[precision] if precision.endswith("mixed") else None
+    if autocast is not None and cfg.fabric.strategy == "fsdp2":  # gathers its layers in 16 bits
+        model = copy.deepcopy(model)
+        for layer in checkpointed_layers(model):
+            layer.to(autocast)
     try:
         with _as_on_a_device():
-            return PassBytes(roles.backbone("policy"), is_fused=card.is_gpu)
+            return PassBytes(model, is_fused=card.is_gpu, autocast=autocast)
     except Exception as error:  # of any model's own code
         raise ConfigError(
             f"model.path: a forward of {type(roles.backbone('policy')).__name__} cannot be followed without "

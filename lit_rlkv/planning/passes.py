@@ -22,8 +22,6 @@ from lit_rlkv.planning.cards import Card
 
 NF4_BYTES = 0.56
 """Bytes of a weight in NF4 with its scales."""
-AUTOCAST_BYTES = 2
-"""Bytes of autocast's copy of a trained weight in 16 bits."""
 SIXTEEN_BITS = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Dtype that a precision computes in, if it is not that of the weights."""
 TIME_BYTES = 4
@@ -90,8 +88,6 @@ class Passes:
             if weight.requires_grad:
                 found["gradients"] += weight.numel() * weight.itemsize
                 found["optimizer"] += 2 * weight.numel() * weight.itemsize
-                if self.cfg.fabric.precision.endswith("mixed"):
-                    found["weights"] += weight.numel() * AUTOCAST_BYTES
         return {what: int(n / (self.n_ranks if self.is_sharded else 1)) for what, n in found.items()}
 
     def size(self, weight: nn.Parameter) -> float:

@@ -107,6 +107,9 @@ class Planner(Passes):
             del needs[what]
         if self.pass_bytes is not None and self.pass_bytes.state_bytes:
             needs["states of layers"] = n_rows * self.pass_bytes.state_bytes
+        if self.cfg.fabric.precision.endswith("mixed") and not self.is_sharded:  # autocast keeps them
+            n_trained = sum(weight.numel() for weight in self.policy.parameters() if weight.requires_grad)
+            needs["trained weights in 16 bits"] = n_trained * self.dtype.itemsize
         return models | self.gathered(is_whole=self.cfg.fabric.unshard_rollout) | needs
 
     def update_bytes(self, n_rows: int) -> Bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.model_distillation import ModelDistillation
-from lit_rlkv.config import AUTO, require
+from lit_rlkv.config import AUTO, ConfigError
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
 from lit_rlkv.models.hydra import Roles
@@ -48,26 +48,32 @@ def check_memory(run: Run, start: str | Path | None) -> None:
     cfg, card = replace(run.cfg, model=replace(run.cfg.model, path=path)), _card(run)
     try:
         roles = roles_of(cfg)
-        counted = pass_bytes_of(roles, card)
+        counted = pass_bytes_of(cfg, roles, card)
         planner = Planner(cfg, roles, counted, card, max(run.sizes.prompts), run.fabric.world_size)
         row, needed = planner.row(planner.cache), [*_needed(run, planner, has_sft=start is None)]
-    except ValueError as error:  # the loaded model says more of what is wrong with it
+    except Exception as error:  # of any model's own code; loaded, it says more of what is wrong
         log.info("memory is not planned: %s", error)
         return
-    advice = [*planner.settings(row), *map(": ".join, planner.changes(row).items())]
     there = _least(run, card.memory if card.is_gpu else available_memory(_n_neighbours(run)))
     for what, needs in needed:
-        parts = [
-            f"{human_bytes(n)} for the {part}" + f" (change {SETTINGS.get(part)})" * (part in SETTINGS)
-            for part, n in needs.items()
-        ]
-        require(
-            sum(needs.values()) <= there,
-            f"{what} needs at least {', '.join(parts)}, more than the {human_bytes(there)} of memory here; "
-            + "; ".join(advice or ["take a smaller model, or more devices and fabric.strategy=fsdp2"]),
-        )
+        if sum(needs.values()) > there:
+            parts = [
+                f"{human_bytes(n)} for the {part}" + f" (change {SETTINGS.get(part)})" * (part in SETTINGS)
+                for part, n in needs.items()
+            ]
+            advice = _advice(planner, row, "take a smaller model, or more devices and fabric.strategy=fsdp2")
+            raise ConfigError(
+                f"{what} needs at least {', '.join(parts)}, more than the {human_bytes(there)} of memory "
+                f"here; {advice}"
+            )
     if "rl" in cfg.stages and run.is_rank_zero:
-        _say(run, planner, row, advice or ["lower rollout.max_new_tokens"])
+        _say(run, planner, row)
+
+
+def _advice(planner: Planner, row: Row, otherwise: str) -> str:
+    """Return the settings with which more fits, or something else to do."""
+    found = [*planner.settings(row), *map(": ".join, planner.changes(row).items())]
+    return "; ".join(found or [otherwise])
 
 
 def _needed(run: Run, planner: Planner, *, has_sft: bool) -> Iterator[tuple[str, Bytes]]:
@@ -89,12 +95,14 @@ def _needed(run: Run, planner: Planner, *, has_sft: bool) -> Iterator[tuple[str,
 def _at_first(run: Run, planner: Planner) -> Bytes:
     """Return the bytes of cache and records as a rollout begins, and warn of a record that does not pay.
 
-    Prompts count as the shortest, and a dense cache, which grows, as it is at first.
+    Prompts count as the shortest, and a dense cache, which grows, as it is at first; so does any on a CPU,
+    where memory is taken as it is written.
     """
     settings, cache, group = run.cfg.rollout, planner.cache, run.cfg.algorithm.group_size
-    most = min(FIRST_TOKENS if cache.is_dense else settings.max_new_tokens, settings.max_new_tokens)
     n_prompts = settings.n_prompts // (settings.n_shards or planner.n_ranks)
     shape, is_gpu = (n_prompts, min(run.sizes.prompts)), planner.card.is_gpu
+    grows = cache.is_dense or not is_gpu
+    most = min(FIRST_TOKENS if grows else settings.max_new_tokens, settings.max_new_tokens)
 
     def needs(cache: CacheSpec, n_tokens: int) -> Bytes:
         begun = replace(settings, max_new_tokens=n_tokens)
@@ -107,7 +115,7 @@ def _at_first(run: Run, planner: Planner) -> Bytes:
     return {what: n for what, n in needs(cache, most).items() if what in (CACHE, *RECORDS)}
 
 
-def _say(run: Run, planner: Planner, row: Row, advice: Sequence[str]) -> None:
+def _say(run: Run, planner: Planner, row: Row) -> None:
     """Say the peaks, and warn where responses of full length may not fit."""
     rollout, usable = planner.rollout_bytes(row.cache, planner.sizes[-1]), planner.card.usable
     host, there = planner.host_bytes * _n_neighbours(run) * planner.card.is_gpu, available_memory()
@@ -120,9 +128,8 @@ def _say(run: Run, planner: Planner, row: Row, advice: Sequence[str]) -> None:
         run.predicted += f"; records {human_bytes(host)} of {human_bytes(there)} left on the host"
     say(run.console, run.predicted, stage="memory")
     if max(sum(rollout.values()), sum(row.update.values())) > usable or host > there:
-        log.warning(
-            "responses of all %d tokens may not fit: %s", run.cfg.rollout.max_new_tokens, "; ".join(advice)
-        )
+        advice = _advice(planner, row, "lower rollout.max_new_tokens")
+        log.warning("responses of all %d tokens may not fit: %s", run.cfg.rollout.max_new_tokens, advice)
 
 
 def passes_of(run: Run, models: Roles | PreTrainedModel) -> Passes:

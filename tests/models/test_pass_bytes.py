@@ -54,6 +54,20 @@ def test_it_needs_no_weights():
     assert PassBytes(copy.deepcopy(model).to("meta"), is_fused=True).of_pass(3, 2000, True) == expected
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("trains_all", [False, True])
+def test_autocast_is_counted_without_it(trains_all, checkpoints):
+    model = qwen3().requires_grad_(trains_all)
+    if not trains_all:
+        add_adapter(model, "policy", LoraSpec(rank=4, alpha=8, target_modules="all-linear"))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = PassBytes(model, is_fused=True).of_pass(3, 2000, checkpoints)
+    model.to("meta")
+    found = PassBytes(model, is_fused=True, autocast=torch.bfloat16).of_pass(3, 2000, checkpoints)
+    assert found == pytest.approx(expected, rel=0.01)
+    assert found != pytest.approx(PassBytes(model, is_fused=True).of_pass(3, 2000, checkpoints), rel=0.05)
+
+
 def test_layers_may_get_their_input_by_name():
     model = qwen3()
     expected = PassBytes(model).of_pass(3, 2000, True)

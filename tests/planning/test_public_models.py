@@ -113,7 +113,7 @@ def test_a_plan_is_within_15_percent_of_formulas(name, tmp_path):
     ]
     cfg = plan.parse(settings).config
     card, roles = find_card("H200"), roles_of(cfg)
-    planner = Planner(cfg, roles, pass_bytes_of(roles, card), card, PROMPT)
+    planner = Planner(cfg, roles, pass_bytes_of(cfg, roles, card), card, PROMPT)
     rollout = planner.rollout_bytes(planner.cache, ROWS)
     assert sum(rollout.values()) == pytest.approx(shape.rollout_bytes(), rel=0.15)
     update = planner.update_bytes(1)

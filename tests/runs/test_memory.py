@@ -4,6 +4,7 @@ import io
 import re
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -143,7 +144,9 @@ def test_a_run_chooses_what_its_plan_has_chosen(tmp_path, has_memory):
     context = make_context(tmp_path, f"model.path={start}", "rollout.max_new_tokens=40", "stages=[rl]")
     module = make_policy(context, start)
     roles, card = roles_of(context.cfg), find_card(None)
-    plan = Planner(context.cfg, roles, pass_bytes_of(roles, card), card, max(context.sizes.prompts))
+    plan = Planner(
+        context.cfg, roles, pass_bytes_of(context.cfg, roles, card), card, max(context.sizes.prompts)
+    )
     chosen = set()
     for usable in (2**18, 2**22, 2**24, 2**26, 2**30):
         has_memory(usable)
@@ -279,6 +282,12 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, has_memory, monkeypatc
         (["rollout.max_rows=4"], 9, 4, 8),
         (["rollout.n_shards=2"], 9, 8, 8),
         (["experiment=dense", "rollout.max_new_tokens=900"], None, 16, 256),  # it grows with the responses
+        (
+            ["cache.budget=800", "rollout.max_new_tokens=900"],
+            None,
+            16,
+            256,
+        ),  # a CPU takes it as it is written
     ],
 )
 def test_a_rollout_whose_cache_and_records_exceed_the_memory_is_refused(
@@ -330,6 +339,7 @@ def test_training_whose_weights_gradients_and_moments_exceed_the_memory_is_refus
 def test_fit_refuses_before_sft_what_a_small_machine_cannot_hold(tmp_path):
     def shrink():
         cards.machine_memory = lambda: 2**17
+        psutil.swap_memory = lambda: SimpleNamespace(free=0)
 
     code, said = ended(main, *TINY, f"runs_dir={tmp_path}", before=shrink)
     assert code == 1
@@ -378,6 +388,27 @@ def test_a_record_of_codes_that_does_not_pay_is_told_once(tmp_path, caplog, n_ne
     caplog.clear()
     check_memory(make_context(tmp_path, *options, "stages=[sft]"), None)
     assert caplog.text == ""
+
+
+def test_swap_counts_beside_the_memory_of_a_small_machine(monkeypatch):
+    total = psutil.virtual_memory().total
+    monkeypatch.setattr(cards, "machine_memory", lambda: total // 8)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=3 * total))
+    assert available_memory() > 3 * total
+    assert available_memory(2) == available_memory() // 2
+    monkeypatch.setattr(psutil, "LINUX", False)  # where swap grows, what is used now says little
+    monkeypatch.setattr(cards, "machine_memory", lambda: total)
+    assert available_memory() == 4 * total
+
+
+def test_a_model_whose_own_code_needs_weights_is_left_to_its_loading(tmp_path, monkeypatch, caplog):
+    def fail(cfg):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(memory, "roles_of", fail)
+    check_memory(make_context(tmp_path), None)
+    assert "memory is not planned: Tensor.item()" in caplog.text
 
 
 def test_a_limit_of_the_address_space_counts_as_memory():
