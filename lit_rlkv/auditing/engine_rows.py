@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from lit_rlkv.eviction_logs import from_kept
 from lit_rlkv.log_row import LogRow
+from lit_rlkv.models.replay import check_rollout
 from lit_rlkv.tasks.hub import load, numbered_rows
 from lit_rlkv.tasks.json_rows import numbered_values
+from lit_rlkv.types import Rollout
 
 PROMPT = ("prompt_ids", "prompt_token_ids", "prompts", "input_ids")
 RESPONSE = ("response_ids", "completion_ids", "token_ids", "output_ids", "responses")
@@ -20,12 +23,18 @@ TIMES, KEPT = "evicted_at", "kept"
 """Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
 
 
-def read_log(path: Path) -> tuple[list[LogRow], list[str], list[str]]:
+Rows = tuple[list[LogRow], list[str], list[str]]
+"""Rows, the place of each, and what is wrong with others."""
+N_SAID = 3
+"""Faults that an error names."""
+
+
+def read_log(path: Path) -> Rows:
     """Return the rows of a file of JSON lines or a Parquet file, their places, and the faults of others.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or no row of it.
         ImportError: the package datasets is needed for it, and missing.
     """
     rows, places, broken = [], [], []
@@ -42,6 +51,32 @@ def read_log(path: Path) -> tuple[list[LogRow], list[str], list[str]]:
         else:
             rows += found
             places += [place] * len(found)
+    return _some(rows, places, broken)
+
+
+def fitting_rows(
+    model: PreTrainedModel, rows: Sequence[LogRow], places: Sequence[str], broken: Sequence[str]
+) -> Rows:
+    """Return the rows that a model can replay, and the faults of the others after those known.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: Rows = [], [], [*broken]
+    for row, place in zip(rows, places, strict=True):
+        try:
+            check_rollout(model, Rollout.from_log([row]).to(model.device))
+        except ValueError as error:
+            found[2].append(f"{place}: {error}")
+        else:
+            found[0].append(row)
+            found[1].append(place)
+    return _some(*found)
+
+
+def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:
+    if not rows:
+        raise ValueError(f"no row can be compared: {'; '.join(broken[:N_SAID])}")
     return rows, places, broken
 
 
