@@ -21,8 +21,6 @@ MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mas
 """Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
 TIMES, KEPT = "evicted_at", "kept"
 """Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
-
-
 Rows = tuple[list[LogRow], list[str], list[str]]
 """Rows, the place of each, and what is wrong with others."""
 N_SAID = 3
@@ -46,7 +44,7 @@ def read_log(path: Path) -> Rows:
             if not isinstance(value, Mapping):
                 raise ValueError(f"a row must be an object with token ids and log-probs, got {value!r:.80}")
             found = [row_of(sample) for sample in samples_of(value)]
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             broken.append(f"{place}: {error}")
         else:
             rows += found
@@ -127,7 +125,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     end = max((place + 1 for place, one in enumerate(is_sampled) if one), default=0)
     numbers = [_number(entry, token) for entry, token in zip(logps, response, strict=True)]
     times = sample.get(TIMES)
-    if times is None and sample.get(KEPT) is not None:
+    if times is None and sample.get(KEPT):
         compactions = [(each["at"], torch.tensor(each["kept"])) for each in sample[KEPT]]
         times = from_kept(len(prompt) + end, compactions)
     return LogRow(prompt, response[:end], numbers[:end], times, is_sampled[:end])
