@@ -2,14 +2,15 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lit_rlkv.checks import check_temperature
 from lit_rlkv.cli import run_command
 from lit_rlkv.config import ConfigError, as_config_errors, require
+from lit_rlkv.settings import SAMPLING, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +25,19 @@ Arguments
   log          JSON lines or Parquet: in each row token ids of prompt and response, and the log-probs of the
                latter, as vLLM, SGLang, TRL, verl and prime-rl name them; and evictions, if there were any
                (docs/how-to/from-vllm.md)
-  temperature  that the log-probs are of, 1 unless given; top_p and top_k likewise
+  temperature  that the log-probs are of, 1 unless given; top_k, top_p and min_p likewise
   adapter      folder of a peft adapter that the sampler had
   dtype        float32 or bfloat16, in which the learner computes
-  rows         most rows that are read, 64 unless given
+  rows         most rows that are compared, from the whole file at even distances; 64 unless given
   to           picture to write
   --json       print values for programs"""
-TOKENS_PER_PASS, RUNS_DIR = 4096, "runs"
+RUNS_DIR = "runs"
+_READ: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("model", "dtype"), str),
+    **dict.fromkeys(("log", "adapter", "to"), lambda text: Path(text).expanduser()),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("top_k", "rows"), int),
+}
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,7 @@ class AuditArguments:
 
     model: str
     log: Path
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    sampling: Sampling
     adapter: Path | None = None
     dtype: str = "float32"
     rows: int = 64
@@ -63,31 +68,21 @@ def parse(arguments: Sequence[str]) -> AuditArguments:
     Raises:
         ConfigError: one is unknown, missing or wrong.
     """
-    known = {field.name: field for field in fields(AuditArguments) if field.name != "as_json"}
     given = dict(one.partition("=")[::2] for one in arguments if one != "--json")
-    unknown = [name for name in given if name not in known]
-    require(not unknown, f"unknown argument {', '.join(unknown)}; choose of {', '.join(known)}")
+    unknown = ", ".join(name for name in given if name not in _READ)
+    require(not unknown, f"unknown argument {unknown}; choose of {', '.join(_READ)}")
     require("model" in given and "log" in given, "an audit needs model=PATH and log=FILE; --help says more")
-    make = {
-        "log": Path,
-        "adapter": Path,
-        "to": Path,
-        "temperature": float,
-        "top_p": float,
-        "top_k": int,
-        "rows": int,
-    }
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for name, text in given.items():
         try:
-            values[name] = make.get(name, str)(text)
+            values[name] = _READ[name](text)
         except ValueError as error:
             raise ConfigError(f"{name} must be a number, got {text}") from error
-    asked = AuditArguments(**values, as_json="--json" in arguments)  # type: ignore[arg-type]
     with as_config_errors("audit"):
-        check_temperature("temperature", asked.temperature, is_greedy_allowed=False)
-    require(0 < asked.top_p <= 1, f"top_p must be above 0 and at most 1, got {asked.top_p:g}")
-    require(asked.top_k >= 0 and asked.rows > 0, "top_k must be at least 0, and rows at least 1")
+        sampling = Sampling(**{name: values.pop(name) for name in SAMPLING if name in values})
+        check_temperature("temperature", sampling.temperature, is_greedy_allowed=False)
+    asked = AuditArguments(**values, sampling=sampling, as_json="--json" in arguments)
+    require(asked.rows > 0, f"rows must be at least 1, got {asked.rows}")
     require(asked.dtype in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, got {asked.dtype}")
     require(asked.log.is_file(), f"log={asked.log} is no file; give JSON lines or Parquet")
     require(
@@ -110,24 +105,23 @@ def audit(asked: AuditArguments) -> None:
     import torch
     from rich.console import Console
 
-    from lit_rlkv.auditing.causes import Audit, Sampling
-    from lit_rlkv.auditing.engine_rows import read_log
+    from lit_rlkv.auditing.causes import Audit
+    from lit_rlkv.auditing.engine_rows import fitting_rows, read_log
     from lit_rlkv.reporting.audit_screen import as_values, picture, screen
 
     with as_config_errors("log"):
         rows, places, broken = read_log(asked.log)
-        require(bool(rows), f"log={asked.log} has no row that can be read: {'; '.join(broken[:3])}")
-    chosen = [*range(0, len(rows), -(-len(rows) // asked.rows))]
-    rows, places = [rows[n] for n in chosen], [places[n] for n in chosen]
-    sampling = Sampling(asked.temperature, asked.top_p, asked.top_k)
+    n = min(asked.rows, len(rows))
+    rows, places = ([part[each * len(part) // n] for each in range(n)] for part in (rows, places))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = prepared(asked.model, getattr(torch, asked.dtype), device)
-    without = None
     with as_config_errors("log"):
+        rows, places, broken = fitting_rows(model, rows, places, broken)
+        without = None
         if asked.adapter is not None:
-            without = Audit(model, rows, sampling, TOKENS_PER_PASS).own.logps
+            without = Audit(model, rows, asked.sampling).own.logps
             model = with_adapter(model, asked.adapter)
-        found = Audit(model, rows, sampling, TOKENS_PER_PASS, without)
+        found = Audit(model, rows, asked.sampling, without)
         values = as_values(found, places, broken)
     if asked.as_json:
         sys.stdout.write(json.dumps(values, indent=1) + "\n")

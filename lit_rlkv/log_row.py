@@ -85,7 +85,10 @@ def _response_logps(values: Any, is_sampled: Bool[Tensor, " token"]) -> Float[Te
         )
     logps = (logps if logps.is_floating_point() else logps.float()).masked_fill(~is_sampled, 0.0)
     if not (logps.isfinite() & (logps <= MAX_LOGP)).all():
-        raise ValueError(f"logps must be natural logarithms of probabilities, got {logps.tolist()!r:.80}")
+        raise ValueError(
+            f"logps must be natural logarithms of probabilities, finite and at most 0, got "
+            f"{logps.tolist()!r:.80}"
+        )
     return logps
 
 

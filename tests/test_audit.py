@@ -4,10 +4,13 @@ import json
 import sys
 
 import pytest
+import torch
 
+from lit_rlkv import prepare_backbone
 from lit_rlkv.audit import main, parse
 from lit_rlkv.config import ConfigError
-from tests.auditing.logs import model, rows_of, sampled
+from lit_rlkv.types import NEVER
+from tests.auditing.logs import SPEC, model, rows_of, sampled
 from tests.saved_models import save_model
 
 
@@ -45,11 +48,54 @@ def test_values_for_programs_agree_for_a_right_log(folder, monkeypatch, capsys):
     assert values["found"] is None
 
 
+def test_rows_that_the_model_cannot_replay_are_named_and_the_others_compared(folder, monkeypatch, capsys):
+    lines = (folder / "log.jsonl").read_text().splitlines()[:4]
+    rows = [json.loads(line) for line in lines]
+    rows[1]["response_ids"][3] = 10_000
+    rows[2]["evicted_at"] = [[[NEVER] * (len(rows[2]["prompt_ids"]) + len(rows[2]["response_ids"]))]] * 9
+    (folder / "odd.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run(monkeypatch, folder, f"log={folder}/odd.jsonl", "temperature=0.8", "--json")
+    values = json.loads(capsys.readouterr().out)
+    assert values["rows"] == 2
+    assert values["gap"]["max"] < 1e-4
+    (token, layers) = values["left_out"]
+    assert "odd.jsonl:2: input_ids must be 0 to" in token
+    assert "odd.jsonl:3: evicted_at must be whole numbers" in layers
+
+
+def test_rows_are_spread_over_the_file(folder, monkeypatch, capsys):
+    run(monkeypatch, folder, "temperature=0.8", "rows=3", "--json")
+    values = json.loads(capsys.readouterr().out)
+    assert values["rows"] == 3
+
+
+def test_a_file_without_rows_is_refused(folder, monkeypatch, capsys):
+    (folder / "empty.jsonl").write_text("")
+    with pytest.raises(SystemExit, match=r"empty\.jsonl' must have rows, got none"):
+        run(monkeypatch, folder, f"log={folder}/empty.jsonl")
+
+
+def test_an_adapter_is_merged_and_named_where_the_sampler_had_none(folder, monkeypatch, capsys):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(
+        model(), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    )
+    adapted.save_pretrained(folder / "adapter")
+    given = f"adapter={folder}/adapter", "--json"
+    run(monkeypatch, folder, "temperature=0.8", *given)
+    assert json.loads(capsys.readouterr().out)["found"] == "of the model without its adapter"
+    rows = rows_of(sampled(prepare_backbone(adapted.merge_and_unload()), SPEC), has_record=True)
+    (folder / "adapted.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run(monkeypatch, folder, f"log={folder}/adapted.jsonl", *given)
+    assert json.loads(capsys.readouterr().out)["gap"]["max"] < 1e-4
+
+
 BAD = {
     "needs model=PATH and log=FILE": ["model=x"],
     "unknown argument modle": ["modle=x"],
     "temperature must be a number": ["model=x", "log=x", "temperature=warm"],
-    "top_p must be above 0": ["model=x", "log=x", "top_p=0"],
+    "top_p must be a number above 0": ["model=x", "log=x", "top_p=0"],
     "is no file": ["model=x", "log=nowhere.jsonl"],
 }
 

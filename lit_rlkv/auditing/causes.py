@@ -1,5 +1,6 @@
 """Causes of a gap between a sampler's log-probs and the learner's: each tried, with what it leaves."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.eviction_logs import from_rule
+from lit_rlkv.kernels.token_logps import in_chunks, tempered
+from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
 from lit_rlkv.log_row import LogRow
 from lit_rlkv.models.backbone import head_logits, text_config
 from lit_rlkv.models.packing import passes, unpacked
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
+from lit_rlkv.rollout.sampling import keeps
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER, Rollout
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
@@ -22,8 +27,8 @@ TOP_PS, TOP_KS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99), (5, 10, 20, 40, 50, 100
 """Settings that are tried in place of those that were given."""
 N_SINKS, FEWEST_KEYS = 4, 16
 """First keys that a cache of the latest keys may keep, too, and the fewest latest ones that are tried."""
-CHUNK_LOGITS = 2**25
-"""Most logits at a time."""
+TOKENS_PER_PASS = 4096
+"""Most tokens of a forward."""
 EXPLAINS, ROUNDING = 0.5, 3.0
 """A cause explains the gap if it leaves at most this share of it; rounding, if the gap is at most so many
 times the distance of the model in 16 bits from itself."""
@@ -33,46 +38,25 @@ EXACT = 1e-4
 Logps = Float[Tensor, "row response"]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The distribution that a sampler draws from and whose log-probs it logs."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: no limit."""
-
-    @property
-    def cuts(self) -> bool:
-        """True if some tokens are never drawn."""
-        return self.top_p < 1.0 or self.top_k > 0
-
-    def __str__(self) -> str:
-        return f"temperature={self.temperature:g} top_p={self.top_p:g} top_k={self.top_k}"
-
-
 def readings(
     logits: Float[Tensor, "token vocab"], tokens: Int[Tensor, " token"], settings: Sequence[Sampling]
-) -> list[Float[Tensor, " token"]]:
+) -> tuple[Float[Tensor, " token"], ...]:
     """Return the log-probs of tokens for each setting; of one that is not drawn those before the cut."""
     found: dict[Sampling, Tensor] = {}
     for temperature in {setting.temperature for setting in settings}:
-        logps = (logits / temperature).log_softmax(dim=-1)
+        logps = tempered(logits, temperature).log_softmax(dim=-1)
         own = logps.gather(-1, tokens[:, None])
         alike = [setting for setting in settings if setting.temperature == temperature]
-        if any(setting.cuts for setting in alike):
-            ordered = logps.sort(dim=-1, descending=True).values
-            before = ordered.exp().cumsum(dim=-1) - ordered.exp()
+        ordered = logps.sort(dim=-1).values if any(setting.is_restricted for setting in alike) else logps
         for setting in alike:
             found[setting] = own[:, 0]
-            if setting.cuts:
-                is_kept = before < setting.top_p
-                if setting.top_k > 0:
-                    is_kept[:, setting.top_k :] = False
-                mass = ordered.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
-                least = ordered.masked_fill(~is_kept, torch.inf).amin(dim=-1, keepdim=True)
+            if setting.is_restricted:
+                likely = ordered[:, -(setting.top_k or ordered.shape[-1]) :]
+                is_kept = keeps(setting, likely)
+                mass = likely.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+                least = likely.masked_fill(~is_kept, torch.inf).amin(dim=-1, keepdim=True)
                 found[setting] = torch.where(own >= least, own - mass, own)[:, 0]
-    return [found[setting] for setting in settings]
+    return tuple(found[setting] for setting in settings)
 
 
 @dataclass(frozen=True)
@@ -101,14 +85,13 @@ class Audit:
         model: PreTrainedModel,
         rows: Sequence[LogRow],
         sampling: Sampling,
-        tokens_per_pass: int,
         without_adapter: Logps | None = None,
     ) -> None:
         self.model, self.rows, self.sampling = model, rows, sampling
         self.rollout = Rollout.from_log(rows, temperature=sampling.temperature).to(model.device)
         self.has_record = any(row.evicted_at is not None for row in rows)
         self._n_response = max(len(row.response_ids) for row in rows)
-        self._tokens_per_pass, self._without_adapter = tokens_per_pass, without_adapter
+        self._without_adapter = without_adapter
         self.sampler: Logps = self.rollout.rollout_logps[:, -self._n_response :].float()
         self.is_sampled: Bool[Tensor, "row response"] = self.rollout.response_mask[:, -self._n_response :]
 
@@ -120,7 +103,9 @@ class Audit:
     @cached_property
     def trials(self) -> list[Trial]:
         """The causes that were tried, what leaves least first; none, if nothing has to be explained."""
-        return [] if self.own.gap <= EXACT else sorted(self._trials(), key=lambda trial: trial.gap)
+        trials = [] if self.own.gap <= EXACT else self._trials()
+        said = (trial for trial in trials if not math.isnan(trial.gap))  # a single token cannot be shifted
+        return sorted(said, key=lambda trial: trial.gap)
 
     @property
     def found(self) -> Trial | None:
@@ -142,19 +127,21 @@ class Audit:
 
     @property
     def rounding_size(self) -> float:
-        """Mean distance of the model in 16 bits from itself, in nats."""
+        """Mean distance of the model in 16 bits from itself in 32, in nats."""
         distance = (self.rounding.logps - self.own.logps).abs()[self.is_sampled]
         return float(distance.mean())
 
     @cached_property
     def rounding(self) -> Trial:
-        """The learner computes in bfloat16, as an engine does; the model stays so."""
+        """The learner computes in bfloat16, as engines do, or if it does, in float32; the model stays so."""
         _ = self.own  # before the model changes
-        self.model.bfloat16()
-        return self._trial("of the same model in bfloat16", *self._logps(self.rollout, [self.sampling]))
+        name = "float32" if self.model.dtype == torch.bfloat16 else "bfloat16"
+        self.model.to(dtype=getattr(torch, name))
+        return self._trial(f"of the same model in {name}", *self._logps(self.rollout, [self.sampling]))
 
     def _trials(self) -> Iterator[Trial]:
         yield from self._other_settings()
+        yield self._trial("of a greedy engine, which logs 0", torch.zeros_like(self.sampler))
         for by, which in ((1, "previous"), (-1, "next")):
             moved = self.own.logps.roll(by, dims=1)
             is_there = self.is_sampled & self.is_sampled.roll(by, dims=1)
@@ -173,12 +160,12 @@ class Audit:
             for each in TEMPERATURES
         }
         off = ", not renormalised over the tokens that are drawn from"
-        others |= {f"of all tokens{off}": replace(given, top_p=1.0, top_k=0)}
+        others |= {f"of all tokens{off}": Sampling(given.temperature)}
         raw = "of the raw logits, before temperature and cut (of vLLM: set logprobs_mode=processed_logprobs)"
         others |= {raw: Sampling()}
         for each in TOP_PS:
             others[f"renormalised over top_p={each:g}"] = replace(given, top_p=each)
-        for each in (each for each in TOP_KS if each < text_config(self.model).vocab_size):
+        for each in TOP_KS:
             others[f"renormalised over top_k={each}"] = replace(given, top_k=each)
         others = {cause: setting for cause, setting in others.items() if setting != given}
         for cause, logps in zip(others, self._logps(self.rollout, [*others.values()]), strict=True):
@@ -243,17 +230,17 @@ class Audit:
     def _logps(self, rollout: Rollout, settings: Sequence[Sampling], *, shadow: bool = True) -> list[Logps]:
         """Return the learner's log-probs of the responses for each setting."""
         found = [torch.zeros_like(rollout.rollout_logps, dtype=torch.float32) for _ in settings]
-        for rows, part in passes(rollout, self._tokens_per_pass):
+
+        def read(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            return readings(head_logits(self.model, states), tokens, settings)
+
+        size = max(MAX_CHUNK_LOGITS // text_config(self.model).vocab_size, 1)
+        for rows, part in passes(rollout, TOKENS_PER_PASS):
             hidden = response_hidden(self.model, part, shadow=shadow)
-            tokens, logits = part.input_ids[part.response_mask], head_logits(self.model, hidden[:1])
-            chunks: list[list[Tensor]] = []
-            size = max(CHUNK_LOGITS // logits.shape[-1], 1)
-            for states, chosen in zip(torch.split(hidden, size), torch.split(tokens, size), strict=True):
-                logits = head_logits(self.model, states).float()
-                chunks.append(readings(logits, chosen, settings))
-            for out, each in zip(found, zip(*chunks, strict=True), strict=True):
-                values = scatter_to_response(part, torch.cat(each))
-                out[rows] = unpacked(values, rollout.attention_mask, rows)
+            tokens = part.input_ids[part.response_mask]
+            chunks = in_chunks(read, hidden, tokens, size=size, stores_gradients=False)
+            for out, each in zip(found, chunks, strict=True):
+                out[rows] = unpacked(scatter_to_response(part, each), rollout.attention_mask, rows)
         return [logps[:, -self._n_response :] for logps in found]
 
 

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from lit_rlkv.eviction_logs import from_kept
 from lit_rlkv.log_row import LogRow
+from lit_rlkv.models.replay import check_rollout
 from lit_rlkv.tasks.hub import load, numbered_rows
 from lit_rlkv.tasks.json_rows import numbered_values
+from lit_rlkv.types import Rollout
 
 PROMPT = ("prompt_ids", "prompt_token_ids", "prompts", "input_ids")
 RESPONSE = ("response_ids", "completion_ids", "token_ids", "output_ids", "responses")
@@ -18,14 +21,18 @@ MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mas
 """Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
 TIMES, KEPT = "evicted_at", "kept"
 """Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
+Rows = tuple[list[LogRow], list[str], list[str]]
+"""Rows, the place of each, and what is wrong with others."""
+N_SAID = 3
+"""Faults that an error names."""
 
 
-def read_log(path: Path) -> tuple[list[LogRow], list[str], list[str]]:
+def read_log(path: Path) -> Rows:
     """Return the rows of a file of JSON lines or a Parquet file, their places, and the faults of others.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or no row of it.
         ImportError: the package datasets is needed for it, and missing.
     """
     rows, places, broken = [], [], []
@@ -37,11 +44,37 @@ def read_log(path: Path) -> tuple[list[LogRow], list[str], list[str]]:
             if not isinstance(value, Mapping):
                 raise ValueError(f"a row must be an object with token ids and log-probs, got {value!r:.80}")
             found = [row_of(sample) for sample in samples_of(value)]
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             broken.append(f"{place}: {error}")
         else:
             rows += found
             places += [place] * len(found)
+    return _some(rows, places, broken)
+
+
+def fitting_rows(
+    model: PreTrainedModel, rows: Sequence[LogRow], places: Sequence[str], broken: Sequence[str]
+) -> Rows:
+    """Return the rows that a model can replay, and the faults of the others after those known.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: Rows = [], [], [*broken]
+    for row, place in zip(rows, places, strict=True):
+        try:
+            check_rollout(model, Rollout.from_log([row]).to(model.device))
+        except ValueError as error:
+            found[2].append(f"{place}: {error}")
+        else:
+            found[0].append(row)
+            found[1].append(place)
+    return _some(*found)
+
+
+def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:
+    if not rows:
+        raise ValueError(f"no row can be compared: {'; '.join(broken[:N_SAID])}")
     return rows, places, broken
 
 
@@ -92,7 +125,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     end = max((place + 1 for place, one in enumerate(is_sampled) if one), default=0)
     numbers = [_number(entry, token) for entry, token in zip(logps, response, strict=True)]
     times = sample.get(TIMES)
-    if times is None and sample.get(KEPT) is not None:
+    if times is None and sample.get(KEPT):
         compactions = [(each["at"], torch.tensor(each["kept"])) for each in sample[KEPT]]
         times = from_kept(len(prompt) + end, compactions)
     return LogRow(prompt, response[:end], numbers[:end], times, is_sampled[:end])

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from lit_rlkv.auditing.causes import EXACT, Audit, uneven_heads
+from lit_rlkv.auditing.causes import EXACT, TOKENS_PER_PASS, Audit, uneven_heads
 from lit_rlkv.diagnostics.distributions import view_overlap
 from lit_rlkv.diagnostics.importance_ratios import importance_ratios, off_policy, replay_gap
 from lit_rlkv.diagnostics.position_bins import as_lists, log_ratios_by_position
-from lit_rlkv.models.packing import packed
+from lit_rlkv.models.packing import passes
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.tables import make_table
 from lit_rlkv.units import shortened
@@ -30,41 +31,39 @@ def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dic
         places: file and line of each row.
         broken: what is wrong with the rows that could not be read.
     """
-    own, mask = audit.own.logps, audit.is_sampled
-    distance = (own - audit.sampler).abs().masked_fill(~mask, -1.0)
-    worst = distance.flatten().topk(min(N_WORST, int(mask.sum()))).indices.tolist()
-    overlap = _overlap_p05(audit)
-    kept = {"kl": "k1", "k3_kl": "k3", "rollout_is_eff_sample_size": "ess"}
-    statistics = off_policy(own, audit.sampler, mask) | importance_ratios(own - audit.sampler, mask)
-    gaps = replay_gap(own, audit.sampler, mask)
+    own, sampler, mask = audit.own.logps, audit.sampler, audit.is_sampled
+    log_ratio = (own - sampler).masked_fill(~mask, 0.0)
+    statistics = off_policy(own, sampler, mask) | importance_ratios(log_ratio, mask)
+    names = {"k1": "kl", "k3": "k3_kl", "ess": "rollout_is_eff_sample_size"}
+    gaps = replay_gap(own, sampler, mask)
+    worst = log_ratio.abs().masked_fill(~mask, -1.0).flatten().topk(min(N_WORST, int(mask.sum())))
     values: dict[str, Any] = {
         "rows": len(audit.rows),
         "tokens": int(mask.sum()),
         "left_out": [*broken],
-        "sampling": str(audit.sampling),
+        "sampling": audit.sampling.options,
         "is_replayed": audit.has_record,
         "gap": {name.removeprefix("kv/replay_gap_"): float(value) for name, value in gaps.items()},
-        **{name: float(statistics[key]) for key, name in kept.items()},
-        "overlap_p05": overlap,
-        "by_position": as_lists(log_ratios_by_position(own - audit.sampler, mask)),
-        "worst": [_token(audit, places, *divmod(place, own.shape[1])) for place in worst],
+        **{name: float(statistics[key]) for name, key in names.items()},
+        "overlap_p05": _overlap_p05(audit),  # before the causes, which change the model's dtype
+        "by_position": as_lists(log_ratios_by_position(log_ratio, mask)),
+        "worst": [
+            {
+                "row": places[row],
+                "position": place,
+                "token": int(audit.rows[row].response_ids[place]),
+                "sampler": float(sampler[row, place]),
+                "learner": float(own[row, place]),
+            }
+            for row, place in (divmod(each, own.shape[1]) for each in worst.indices.tolist())
+        ],
     }
-    found = audit.found
-    values["causes"] = [{"cause": each.cause, "leaves": each.gap} for each in audit.trials]
-    values["found"] = None if found is None else found.cause
-    values["grows"] = audit.grows
-    uneven = [(place, uneven_heads(row)) for place, row in zip(places, audit.rows, strict=True)]
-    values["uneven_heads"] = [f"{place}: {said}" for place, said in uneven if said is not None]
-    return values
-
-
-def _token(audit: Audit, places: Sequence[str], row: int, place: int) -> dict[str, Any]:
-    return {
-        "row": places[row],
-        "position": place,
-        "token": int(audit.rows[row].response_ids[place]),
-        "sampler": float(audit.sampler[row, place]),
-        "learner": float(audit.own.logps[row, place]),
+    uneven = ((place, uneven_heads(row)) for place, row in zip(places, audit.rows, strict=True))
+    return values | {
+        "causes": [{"cause": each.cause, "leaves": each.gap} for each in audit.trials],
+        "found": None if audit.found is None else audit.found.cause,
+        "grows": audit.grows,
+        "uneven_heads": [f"{place}: {said}" for place, said in uneven if said is not None],
     }
 
 
@@ -72,15 +71,9 @@ def _overlap_p05(audit: Audit) -> float | None:
     """Return the 5th percentile of the overlap with all keys; None without a record of evictions."""
     if not audit.has_record:
         return None
-    rollout = audit.rollout
-    found = [
-        view_overlap(
-            audit.model, packed(rollout, rollout.attention_mask, slice(row, row + 1)), rollout.temperature
-        )
-        for row in range(len(audit.rows))
-    ]
-    kept = torch.cat([each[each > 0] for each in found])
-    return float(kept.quantile(0.05))
+    parts = [part for _, part in passes(audit.rollout, TOKENS_PER_PASS)]
+    found = [view_overlap(audit.model, part, part.temperature)[part.response_mask] for part in parts]
+    return float(torch.cat(found).quantile(0.05))
 
 
 def screen(values: Mapping[str, Any]) -> RenderableType:
@@ -88,9 +81,10 @@ def screen(values: Mapping[str, Any]) -> RenderableType:
     return Group(*(Text(line) if isinstance(line, str) else line for line in _lines(values)))
 
 
-def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
+def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     gap, left_out = values["gap"], values["left_out"]
-    yield f"{values['tokens']:,} sampled tokens of {values['rows']} rows; {values['sampling']}"
+    given = " ".join(f"{name}={value:g}" for name, value in values["sampling"].items() if value is not None)
+    yield f"{values['tokens']:,} sampled tokens of {values['rows']} rows; {given}"
     if left_out:
         yield f"{len(left_out)} rows of the file cannot be read:"
         yield from (f"  {each}" for each in left_out[:N_BROKEN])
@@ -100,14 +94,9 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
     overlap = values["overlap_p05"]
     more = "" if overlap is None else f"; overlap with all keys, 5th percentile {overlap:.2f}"
     yield f"k1 {values['k1']:.2g}, k3 {values['k3']:.2g}, effective share of tokens {values['ess']:.3f}{more}"
-    parts = zip(
-        *(
-            values["by_position"][name]
-            for name in ("position", "n_response_tokens", "k3", "abs_log_ratio_p99")
-        ),
-        strict=True,
-    )
-    cells = [[f"{position:,}", f"{n:,}", f"{k3:.2g}", f"{tail:.2g}"] for position, n, k3, tail in parts]
+    columns = ("position", "n_response_tokens", "k3", "abs_log_ratio_p99")
+    bins = zip(*(values["by_position"][name] for name in columns), strict=True)
+    cells = [[f"{position:,}", f"{n:,}", f"{k3:.2g}", f"{tail:.2g}"] for position, n, k3, tail in bins]
     yield make_table(("position", "tokens", "k3", "p99 of the gap"), cells[:: -(-len(cells) // N_BINS)])
     if gap["mean"] <= EXACT:
         yield "sampler and learner agree to float error: nothing to explain"
@@ -115,13 +104,8 @@ def _lines(values: Mapping[str, Any]) -> Iterator[Any]:
     yield make_table(
         ("worst tokens", "position", "token", "sampler", "learner"),
         [
-            [
-                each["row"],
-                str(each["position"]),
-                str(each["token"]),
-                f"{each['sampler']:.3f}",
-                f"{each['learner']:.3f}",
-            ]
+            [each["row"], *(f"{each[name]}" for name in ("position", "token"))]
+            + [f"{each[name]:.3f}" for name in ("sampler", "learner")]
             for each in values["worst"]
         ],
     )

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from lit_rlkv import CacheSpec
-from lit_rlkv.auditing.causes import EXACT, Audit, Sampling, uneven_heads
+from lit_rlkv.auditing.causes import EXACT, Audit, uneven_heads
 from lit_rlkv.log_row import LogRow
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER
 from tests.auditing.logs import BOS, SPEC, model, rows_of, sampled
 
 
 def audit(backbone, rows, sampling=None, **options):
-    return Audit(backbone, [LogRow(**row) for row in rows], sampling or Sampling(), 4096, **options)
+    return Audit(backbone, [LogRow(**row) for row in rows], sampling or Sampling(), **options)
 
 
 @pytest.mark.parametrize("cache", [None, SPEC], ids=["dense", "evicting"])
@@ -62,7 +63,10 @@ FAULTS = {
     "temperature": (None, {"temperature": 0.7}, Sampling(), dict, "at temperature 0.7"),
     "top_p": (None, {"top_p": 0.9}, Sampling(), dict, "renormalised over top_p=0.9"),
     "top_k": (None, {"top_k": 20}, Sampling(), dict, "renormalised over top_k=20"),
-    "raw": (None, {}, Sampling(0.7, 0.95), dict, "of the raw logits"),
+    "top_k_then_top_p": (None, {"top_k": 30, "top_p": 0.9}, Sampling(top_k=30), dict, "top_p=0.9"),
+    "min_p": (None, {"min_p": 0.2}, Sampling(min_p=0.2, temperature=0.8), dict, "at temperature 1"),
+    "greedy": (None, {"temperature": 0.0}, Sampling(), dict, "of a greedy engine"),
+    "raw": (None, {}, Sampling(0.7, top_p=0.95), dict, "of the raw logits"),
     "template_has_more": (None, {}, Sampling(), with_bos, "begins with token"),
     "template_has_less": (None, {}, Sampling(), with_one_more, "without its first token"),
     "eviction": (LATEST, {}, Sampling(), lambda row: {**row, "evicted_at": None}, "and the latest 16 keys"),
@@ -96,6 +100,25 @@ def test_rounding_is_named_where_the_sampler_computed_in_16_bits():
     backbone = model()
     rows = rows_of(sampled(deepcopy(backbone).bfloat16()))
     assert "bfloat16" in audit(backbone, rows).found.cause
+
+
+def test_a_learner_in_16_bits_is_compared_with_itself_in_32():
+    backbone = model()
+    rows = rows_of(sampled(backbone))
+    found = audit(deepcopy(backbone).bfloat16(), rows).found
+    assert found.cause == "of the same model in float32"
+
+
+def test_responses_of_one_token_cannot_be_shifted():
+    backbone = model()
+    rows = [
+        {name: part[:1] if name != "prompt_ids" else part for name, part in row.items()}
+        for row in rows_of(sampled(backbone, temperature=0.7))
+    ]
+    found = audit(backbone, rows)
+    assert found.found.cause.startswith("at temperature 0.7")
+    assert [trial.gap for trial in found.trials] == sorted(trial.gap for trial in found.trials)
+    assert not any("shifted" in trial.cause for trial in found.trials)
 
 
 def test_what_nothing_explains_is_not_explained():

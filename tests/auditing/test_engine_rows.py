@@ -88,6 +88,17 @@ def test_kept_keys_become_times(tmp_path):
     assert row.evicted_at[0, 0, 1:3].tolist() == [5, 5]
 
 
+def test_a_row_without_compactions_is_dense(tmp_path):
+    (row,), _, broken = read_log(write(tmp_path, FORMS["own"] | {"kept": []}))
+    assert row.evicted_at is None
+    assert broken == []
+
+
+def test_a_file_without_a_row_that_can_be_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no row can be compared: .*rows.jsonl:1: not JSON"):
+        read_log(write(tmp_path, "{"))
+
+
 def test_a_table_is_read_like_lines(tmp_path):
     datasets = pytest.importorskip("datasets")
     path = tmp_path / "rows.parquet"
@@ -104,6 +115,7 @@ BROKEN = {
     "at most 0": FORMS["own"] | {"logps": [0.5, *LOGPS[1:]]},
     "not JSON": '{"prompt_ids": [1',
     "must be an object": [1, 2],
+    "has no attribute 'get'": {"prompt_ids": PROMPT, "response_ids": RESPONSE, "meta_info": PAIRS},
     "a mask has 3 numbers": FORMS["own"] | {"response_mask": [1, 1, 1]},
     "own position": FORMS["own"] | {"evicted_at": [[[0, 9, 9, 9, 9, 9, 9]]]},
 }

@@ -76,6 +76,26 @@ def test_tokens_that_an_environment_gave_are_no_part_of_the_gap(model, tmp_path)
     assert rows[0]["kv/replay_gap"] < 1e-3
 
 
+def test_one_layer_and_head_of_a_log_serve_all(model, tmp_path):
+    options = {"cache_policy": "streaming", "reward": score}
+    own, (row, *_) = train(model, tmp_path / "own", trainer=Logging, **options)
+
+    def one(log):
+        return log | {"evicted_at": [[times[0][:1]] for times in log["evicted_at"]]}
+
+    _, (other, *_) = train(model, tmp_path / "other", **options, **playing(own.engine_logs, one))
+    assert row["kv/affected_rows"] > 0
+    for name in ("loss", "grad_norm", "kv/affected_rows", "kv/affected", "kv/replay_gap"):
+        assert other[name] == pytest.approx(row[name], abs=1e-5), name
+
+
+def test_a_log_of_another_model_is_refused_by_name(model, tmp_path):
+    log = {"prompt_ids": [[1]] * 8, "completion_ids": [[2]] * 8, "logprobs": [[-1.0]] * 8}
+    log["evicted_at"] = [[[[NEVER] * 2]] * 7] * 8
+    with pytest.raises(ValueError, match=r"evicted_at must be whole numbers .* layers"):
+        build(model, tmp_path, **playing([log])).train()
+
+
 def test_a_log_without_evictions_is_refused_by_name(model, tmp_path):
     def bare(log):
         return {name: log[name] for name in ("prompt_ids", "completion_ids", "logprobs")}

@@ -49,6 +49,7 @@ from lit_rlkv.models.backbone import (
 )
 from lit_rlkv.models.learner import ForwardInput, each_token_once
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.models.replay import check_rollout
 from lit_rlkv.models.routing import replayed_routing, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
@@ -198,6 +199,7 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
         parts += [output.pop("evicted_at") or none, output.get("env_mask") or none]
         rows = [LogRow(*row) for row in zip(*parts, strict=True)]
         rollout = Rollout.from_log(rows, temperature=self.temperature)
+        check_rollout(causal_lm(self.model), rollout)
         rollout = rollout.padded(0, -max(map(len, parts[0])) % (self.pad_to_multiple_of or 1))
         self._keep(replace(rollout.to(self.accelerator.device), record=rollout.record))
         return output
