@@ -43,7 +43,7 @@ class TensorBatch:
 
     def to(self: _BatchType, device: torch.device | str) -> _BatchType:
         """Return the batch on a device. Lightning moves batches by this method."""
-        return self.map_tensors(lambda value: value.to(device))
+        return self.map_parts(lambda one: one.to(device))
 
     def rows(self: _BatchType, index: Tensor | slice) -> _BatchType:
         """Return a batch with the chosen rows of every tensor, where it is; scalars stay the same."""
@@ -221,13 +221,20 @@ class Codes(TensorBatch):
     @classmethod
     def cat(cls, batches: Sequence["Codes"]) -> "Codes":
         """Return the rows of all batches, whose keys must have been divided by the same numbers."""
-        first = batches[0].balance
-        others = (batch.balance for batch in batches if batch.balance is not first)  # of one rollout none
-        if not all(len(other) == len(first) and all(map(torch.equal, first, other)) for other in others):
+        first, *others = (batch.balance for batch in batches)
+        if not all(len(other) == len(first) and all(map(_is_equal, first, other)) for other in others):
             raise ValueError(
                 "rollouts whose int4 keys have another balance cannot be joined; sample them anew"
             )
         return super().cat(batches)
+
+    def to(self, device: torch.device | str) -> "Codes":
+        return replace(super().to(device), balance=tuple(one.to(device) for one in self.balance))
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """True for equal tensors. The host waits for others only, which views of one rollout do not have."""
+    return one is other or torch.equal(one, other)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ class Slots:
         """Return vectors as a cache stores them."""
         if kv_dtype is None:
             return cls((numbers,), None, numbers.dtype)
-        if balance is None:
-            return cls(quantize(numbers, kv_dtype), kv_dtype, numbers.dtype)
-        balance = balance[:, None].to(numbers)
-        return cls(quantize(numbers / balance, kv_dtype), kv_dtype, numbers.dtype, balance)
+        if balance is not None:
+            balance = balance[:, None].to(numbers)
+        codes = quantize(numbers if balance is None else numbers / balance, kv_dtype)
+        return cls(codes, kv_dtype, numbers.dtype, balance)
 
     def read(self) -> Tensor:
         """Return the numbers: the pool itself, or a copy of what its codes stand for."""

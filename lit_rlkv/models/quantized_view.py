@@ -12,12 +12,9 @@ def quantized_as(codes: Codes, layer: int, key: Tensor, value: Tensor) -> tuple[
     key, value = to_autocast_dtype(key, value)
     record = codes.record[:, layer, :: codes.record.shape[2] // key.shape[1]].movedim(2, 3)
     balance = codes.balance[layer][:, None].to(key) if codes.balance else key.new_ones(())
-    key = key / balance
-    if record.shape[-1] == 0:
-        return quantized(key, codes.dtype) * balance, quantized(value, codes.dtype)
-    n_key, n_value = (record_bytes(each.shape[-1], codes.dtype, codes.group) for each in (key, value))
-    parts = record[..., :n_key], record[..., n_key : n_key + n_value]
-    return (
-        quantized(key, codes.dtype, parts[0], codes.group) * balance,
-        quantized(value, codes.dtype, parts[1], codes.group),
-    )
+    parts: tuple[Tensor | None, Tensor | None] = None, None
+    if record.shape[-1] > 0:
+        n_key, n_value = (record_bytes(each.shape[-1], codes.dtype, codes.group) for each in (key, value))
+        parts = record[..., :n_key], record[..., n_key : n_key + n_value]
+    key = quantized(key / balance, codes.dtype, parts[0], codes.group) * balance
+    return key, quantized(value, codes.dtype, parts[1], codes.group)

@@ -49,7 +49,9 @@ def dppo_kl(tokens: Tokens, low: Number = 0.05, high: Number = 0.05, cap: Number
     verl takes the bounds from `clip_ratio`, whose default of 0.2 is four times the paper's.
     """
     new, old = tokens.logps, tokens.old_logps
-    kl = old.exp() * (old - new) + (1 - old.exp()) * ((1 - old.exp() + 1e-8) / (1 - new.exp() + 1e-8)).log()
+    # A log-prob near 0 may be rounded to above it.
+    of_old, of_new = ((1 - logps.exp()).clamp(min=0) for logps in (old, new))
+    kl = old.exp() * (old - new) + of_old * ((of_old + 1e-8) / (of_new + 1e-8)).log()
     return _within(tokens, kl * (new - old).sign(), low, high, cap)
 
 

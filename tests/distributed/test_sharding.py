@@ -31,6 +31,8 @@ from tests.saved_models import save_model
 from tests.whole_runs import as_rank, config, free_port, run, run_on_ranks
 
 SHARDED = ["fabric.strategy=fsdp2", "fabric.accelerator=cpu"]
+CHOSEN = ["algorithm=kl_cov", "algorithm.advantage.choose.share=0.1"]
+"""A loss of tokens that are chosen among those of all ranks."""
 
 
 def assert_same(folder, one, two):
@@ -95,7 +97,9 @@ def test_sharded_layers_with_states_and_windows_equal_those_of_one_process(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [("ppo", ["algorithm=ppo"]), ("sync", SYNC)])
+@pytest.mark.parametrize(
+    ("name", "options"), [("ppo", ["algorithm=ppo"]), ("sync", SYNC), ("int4", [*CHOSEN, "cache.dtype=int4"])]
+)
 def test_a_sharded_run_resumes_on_one_process_and_the_reverse(folder, name, options):
     options = [*SETTINGS, *options, "algorithm.n_minibatches=2", "algorithm.lr_schedule=constant"]
     options += ["rollout.n_shards=2"]

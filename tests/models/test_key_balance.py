@@ -95,3 +95,9 @@ def test_rows_of_another_balance_are_not_joined():
     assert Codes.cat([one, one]).record.shape[0] == 2
     with pytest.raises(ValueError, match="int4 keys have another balance cannot be joined"):
         Codes.cat([one, two])
+
+
+def test_the_balance_goes_where_its_rollout_goes():
+    rollout = roll_out("llama", spec_of("h2o", dtype="int4")).to("meta")
+    assert {each.device.type for each in rollout.record.codes.balance} == {"meta"}
+    assert rollout.record.codes.record.is_meta

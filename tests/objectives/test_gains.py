@@ -146,6 +146,14 @@ def test_tokens_count_as_clipped_where_they_have_no_gradient(gain, options):
     assert set(is_clipped[IS_ACTION].tolist()) == {True, False}
 
 
+def test_a_probability_that_is_rounded_to_above_one_is_as_far_away_as_one():
+    logps = torch.tensor([[1e-7, 0.0]])  # exp of the first is above 1 in float32
+    old, everywhere = torch.full_like(logps, math.log(0.5)), torch.ones(1, 2, dtype=torch.bool)
+    found = dppo_kl(Tokens(logps, old, torch.ones_like(logps), everywhere, ~everywhere))
+    assert logps.exp()[0, 0] > 1
+    assert found.is_clipped_high.all()
+
+
 def covariances() -> Tensor:
     advantages, logps = ADVANTAGES[IS_ACTION], OLD[IS_ACTION]
     return (advantages - advantages.mean()) * (logps - logps.mean())
