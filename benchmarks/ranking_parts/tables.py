@@ -46,12 +46,13 @@ def interval(group: Group) -> str:
 
 
 def ranking(results: Results, slots: int) -> str:
-    """Return KL, overlap and recall by policy and dtype, by the geometric mean of the KL over dtypes."""
+    """Return KL, overlap and recall by policy and dtype, lowest first in the dtypes that all policies have."""
     places = {dtype: results.groups(dtype, slots) for dtype in DTYPES}
     found = [policy for policy in UNTRAINED if any(policy in groups for groups in places.values())]
+    shared = [groups for groups in places.values() if set(groups) == set(found)] or list(places.values())
 
     def cost(policy: str) -> float:
-        return geometric_mean(groups[policy].kl.value for groups in places.values() if policy in groups)
+        return geometric_mean([groups[policy].kl.value for groups in shared if policy in groups] or [1.0])
 
     headings = ["policy"]
     for name in NAMES.values():
