@@ -112,7 +112,8 @@ def audit(asked: AuditArguments) -> None:
     with as_config_errors("log"):
         rows, places, broken = read_log(asked.log)
     n = min(asked.rows, len(rows))
-    rows, places = ([part[each * len(part) // n] for each in range(n)] for part in (rows, places))
+    chosen = [each * len(rows) // n for each in range(n)]
+    rows, places = [rows[each] for each in chosen], [places[each] for each in chosen]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = prepared(asked.model, getattr(torch, asked.dtype), device)
     with as_config_errors("log"):
