@@ -106,6 +106,8 @@ def plan(asked: PlanArguments) -> None:
         changes = planner.changes(chosen)
     settings = [*asked.overrides, *planner.settings(chosen)]
     command = f"python -m lit_rlkv.fit {shlex.join(settings)}"
+    if cfg.model.path is not None and not any(one.startswith("task") for one in settings):
+        command += "  # and your task, such as task=gsm8k reward=numeric"
     if asked.as_json:
         sys.stdout.write(json.dumps(as_values(planner, rows, chosen, changes), indent=1) + "\n")
     else:
@@ -116,6 +118,9 @@ def plan(asked: PlanArguments) -> None:
         sys.exit(1)
     if asked.to is not None:
         asked.to.write_text(recipe(settings, command), encoding="utf-8")
+        sys.stderr.write(
+            f"wrote {asked.to}; in conf/recipe, or beside --config-dir, it is recipe={asked.to.stem}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def interval(group: Group) -> str:
 
 
 def ranking(results: Results, slots: int) -> str:
-    """Return KL, overlap and recall by policy and dtype, lowest first in the dtypes that all policies have."""
+    """Return KL, overlap and recall by policy and dtype, lowest first in the dtypes that all have."""
     places = {dtype: results.groups(dtype, slots) for dtype in DTYPES}
     found = [policy for policy in UNTRAINED if any(policy in groups for groups in places.values())]
     shared = [groups for groups in places.values() if set(groups) == set(found)] or list(places.values())

@@ -155,14 +155,10 @@ class Audit:
 
     def _other_settings(self) -> Iterator[Trial]:
         given = self.sampling
-        others = {
-            f"at temperature {each:g}, not {given.temperature:g}": replace(given, temperature=each)
-            for each in TEMPERATURES
-        }
-        off = ", not renormalised over the tokens that are drawn from"
-        others |= {f"of all tokens{off}": Sampling(given.temperature)}
-        raw = "of the raw logits, before temperature and cut (of vLLM: set logprobs_mode=processed_logprobs)"
-        others |= {raw: Sampling()}
+        others = {"of the raw logits; vLLM has logprobs_mode=processed_logprobs": Sampling()}
+        others["of all tokens, not of those that are drawn from alone"] = Sampling(given.temperature)
+        for each in TEMPERATURES:
+            others[f"at temperature {each:g}, not {given.temperature:g}"] = replace(given, temperature=each)
         for each in TOP_PS:
             others[f"renormalised over top_p={each:g}"] = replace(given, top_p=each)
         for each in TOP_KS:

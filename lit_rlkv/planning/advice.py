@@ -53,8 +53,9 @@ def explain_code_record(
     return (
         f"cache.dtype={cache.dtype} saves {human_bytes(saved)} of keys and values, and the record of its "
         f"codes takes {human_bytes(record)}: rows of more than {n_columns * saved // record} tokens need "
-        f"less memory without it; lower rollout.max_new_tokens={settings.max_new_tokens}, or use null, or "
-        "cache.dtype=int4, which has the smallest record in 16 bit"
+        f"less memory without it; lower rollout.max_new_tokens={settings.max_new_tokens}, or use null"
+        + ", or cache.dtype=int4, which has the smallest record in 16 bit"
+        * (cache.dtype != "int4")
     )
 
 

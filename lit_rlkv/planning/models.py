@@ -58,6 +58,8 @@ def roles_of(cfg: Config) -> Roles:
             assert cfg.model.preset is not None
             model: PreTrainedModel = build(cfg.model.preset)(N_PRESET_TOKENS, 0, 1)
         else:
+            if type(config) not in AutoModelForCausalLM._model_mapping:
+                raise ValueError(f"{cfg.model.path} is no causal LM but {config.model_type}; give one")
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.set_attn_implementation(ATTENTION_NAME)
         return model.type(dtype)
@@ -133,6 +135,6 @@ def model_config(path: str) -> PretrainedConfig:
             return AutoConfig.from_pretrained(str(expanded(path)), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
-            f"model.path={path}: {' '.join(str(error).split())[:300]}; give a folder with its config.json, "
-            "which is all that a plan reads"
+            f"model.path={path}: {one_line(error).split('. ')[0]}; a plan reads the config.json of a "
+            "causal LM that the installed transformers has"
         ) from error

@@ -84,7 +84,8 @@ class Planner(Passes):
         n_rows = sizes[n_fitting - 1] if n_fitting else 0
         n_tokens = self.n_tokens(self.checkpoints) if self.fits(1, self.checkpoints, margin=0) else 0
         seconds = self._seconds(cache, n_rows) if n_rows and n_tokens else (None, None)
-        update = self.update_bytes(max(n_tokens // self.n_columns, 1))
+        n_learned = -(-self.n_responses // self.cfg.algorithm.n_minibatches)
+        update = self.update_bytes(max(min(n_tokens // self.n_columns, n_learned), 1))
         return Row(cache, n_rows, self.rollout_bytes(cache, n_rows or group), update, n_tokens, *seconds)
 
     @property

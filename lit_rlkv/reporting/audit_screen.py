@@ -88,6 +88,7 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     if left_out:
         yield f"{len(left_out)} rows of the file cannot be read:"
         yield from (f"  {each}" for each in left_out[:N_BROKEN])
+        yield from [f"  and {len(left_out) - N_BROKEN} more"] * (len(left_out) > N_BROKEN)
     how = "evictions replayed" if values["is_replayed"] else "all keys seen"
     sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))
     yield f"|log π − log μ| in nats, {how}: {sizes}"

@@ -32,10 +32,12 @@ def screen(
     said = [
         f"rollout: {_parts(chosen.rollout)}",
         f"update: {_parts(chosen.update)}",
-        f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}",
+        f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}"
+        if planner.longest()
+        else "no sequence learns here",
         *(f"{setting}: {effect}" for setting, effect in changes.items()),
         *_remarks(planner, chosen),
-        command if chosen.fits else "it does not fit: change one of the settings above",
+        command if chosen.fits else f"it does not fit: {_instead(changes)}",
     ]
     return Group(*lines, *(Text(each) for each in said))
 
@@ -90,6 +92,13 @@ def _parts(parts: Mapping[str, int]) -> str:
 
 def _count(n_weights: int) -> str:
     return f"{n_weights / 1e9:.3g}B" if n_weights >= 1e8 else f"{n_weights / 1e6:.3g}M"
+
+
+def _instead(changes: Mapping[str, str]) -> str:
+    """Return the way out of a config that does not fit."""
+    if changes:
+        return "change one of the settings above"
+    return "no setting helps; take a smaller model, a larger card, or more of them and fabric.strategy=fsdp2"
 
 
 def _remarks(planner: Planner, chosen: Row) -> Iterator[str]:

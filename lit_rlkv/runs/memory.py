@@ -61,7 +61,11 @@ def check_memory(run: Run, start: str | Path | None) -> None:
                 f"{human_bytes(n)} for the {part}" + f" (change {SETTINGS.get(part)})" * (part in SETTINGS)
                 for part, n in needs.items()
             ]
-            advice = _advice(planner, row, "take a smaller model, or more devices and fabric.strategy=fsdp2")
+            if sum(n for part, n in needs.items() if part in RECORDS) > there:  # no other setting helps
+                advice = "lower rollout.n_prompts or rollout.max_new_tokens"
+            else:
+                otherwise = "take a smaller model, or more devices and fabric.strategy=fsdp2"
+                advice = _advice(planner, row, otherwise)
             raise ConfigError(
                 f"{what} needs at least {', '.join(parts)}, more than the {human_bytes(there)} of memory "
                 f"here; {advice}"
@@ -72,7 +76,8 @@ def check_memory(run: Run, start: str | Path | None) -> None:
 
 def _advice(planner: Planner, row: Row, otherwise: str) -> str:
     """Return the settings with which more fits, or something else to do."""
-    found = [*planner.settings(row), *map(": ".join, planner.changes(row).items())]
+    found = [f"set {each}" for each in planner.settings(row)]
+    found += map(": ".join, planner.changes(row).items())
     return "; ".join(found or [otherwise])
 
 
@@ -119,6 +124,7 @@ def _say(run: Run, planner: Planner, row: Row) -> None:
     """Say the peaks, and warn where responses of full length may not fit."""
     rollout, usable = planner.rollout_bytes(row.cache, planner.sizes[-1]), planner.card.usable
     host, there = planner.host_bytes * _n_neighbours(run) * planner.card.is_gpu, available_memory()
+    usable = usable if planner.card.is_gpu else min(usable, there)
     peaks = (
         f"{phase} {human_bytes(sum(needs.values()))} (most: {max(needs, key=needs.__getitem__)})"
         for phase, needs in (("rollout", rollout), ("update", row.update))
