@@ -136,7 +136,7 @@ class Audit:
         """The learner computes in bfloat16, as engines do, or if it does, in float32; the model stays so."""
         _ = self.own  # before the model changes
         name = "float32" if self.model.dtype == torch.bfloat16 else "bfloat16"
-        self.model.to(dtype=getattr(torch, name))
+        _ = self.model.float() if name == "float32" else self.model.bfloat16()
         return self._trial(f"of the same model in {name}", *self._logps(self.rollout, [self.sampling]))
 
     def _trials(self) -> Iterator[Trial]:
