@@ -26,7 +26,7 @@ smollm2: $(STAMP) ## fetch a pretrained model of 135M parameters and train it, i
 	$(BIN)/python scripts/fetch_model.py
 	$(BIN)/python -m lit_rlkv.fit recipe=smollm2 $(ARGS)
 
-test: lint docs ## lint, the site and the short tier of the tests, about twelve minutes (PYTEST_ARGS=... for pytest)
+test: lint docs ## lint, the site and the short tier of the tests, about twenty minutes (PYTEST_ARGS=... for pytest)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the tests that the short tier leaves out
