@@ -42,11 +42,11 @@ from lit_rlkv.callbacks.hooks import loss_terms_of
 from lit_rlkv.config import Config, build
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS
 from lit_rlkv.experience.datamodule import RolloutDataModule
+from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models import prepare_backbone
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.hydra import Roles
-from lit_rlkv.objectives.corrections import critic_sees_shadow
 from lit_rlkv.planning.cards import find_card
 from lit_rlkv.planning.models import pass_bytes_of, roles_of
 from lit_rlkv.planning.plan import Planner

@@ -84,10 +84,12 @@ def _response_logps(values: Any, is_sampled: Bool[Tensor, " token"]) -> Float[Te
             f"{tuple(logps.shape)}; leave out those of the prompt and of a token after the last"
         )
     logps = (logps if logps.is_floating_point() else logps.float()).masked_fill(~is_sampled, 0.0)
-    if not (logps.isfinite() & (logps <= MAX_LOGP)).all():
+    is_wrong = ~(logps.isfinite() & (logps <= MAX_LOGP))
+    if is_wrong.any():
+        place = int(is_wrong.int().argmax())
         raise ValueError(
-            f"logps must be natural logarithms of probabilities, finite and at most 0, got "
-            f"{logps.tolist()!r:.80}"
+            "logps must be natural logarithms of probabilities, finite and at most 0, got "
+            f"{float(logps[place]):g} for token {place} of the response"
         )
     return logps
 

@@ -216,7 +216,7 @@ class Codes(TensorBatch):
     record: UInt8[Tensor, "batch layer kv_head byte seq"]
     """Without bytes, a learner rounds as if no codes were recorded."""
     balance: tuple[Float[Tensor, "kv_head dim"], ...] = ()
-    """What the keys of each layer with attention were divided by; empty: nothing. It is one for all rows."""
+    """Divisors of the keys of each layer with attention, one set for all rows; empty: none."""
 
     @classmethod
     def cat(cls, batches: Sequence["Codes"]) -> "Codes":

@@ -8,7 +8,11 @@ import torch
 
 from lit_rlkv import prepare_backbone
 from lit_rlkv.audit import main, parse
+from lit_rlkv.auditing.causes import Audit
+from lit_rlkv.auditing.engine_rows import read_log
 from lit_rlkv.config import ConfigError
+from lit_rlkv.reporting.audit_screen import MAX_LABEL, picture
+from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER
 from tests.auditing.logs import SPEC, model, rows_of, sampled
 from tests.saved_models import save_model
@@ -38,6 +42,14 @@ def test_the_screen_names_cause_and_broken_row_and_the_picture_is_drawn(folder, 
     assert "most likely: the log-probs are those at temperature 0.8, not 1" in said
     assert "log.jsonl:5: not JSON" in said
     assert (folder / "audit.png").stat().st_size > 10_000
+
+
+def test_the_labels_of_the_bars_are_short(folder):
+    rows, _, _ = read_log(folder / "log.jsonl")
+    figure = picture(Audit(prepare_backbone(model()), rows, Sampling()))
+    labels = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert 0 < max(map(len, labels)) <= MAX_LABEL
+    assert len(labels) > 2
 
 
 def test_values_for_programs_agree_for_a_right_log(folder, monkeypatch, capsys):

@@ -47,7 +47,7 @@ class Cell:
     slots: int | None
     """None: nothing is evicted."""
     counted: str = SLOTS
-    """Whether the bytes are those of the slots, or of the slots and of all that is kept beside them."""
+    """Things that the bytes hold: the slots alone, or all that is kept beside them, too."""
     chunk: int = 0
     rows: int = 0
     tokens: int = 0

@@ -99,9 +99,13 @@ def sizes(results: Results) -> str:
 
 
 def dtypes(results: Results) -> str:
-    """Return how often a dtype has a lower KL than 16 bit at equal bytes, and by how much."""
-    body = []
+    """Return how often a dtype has a lower KL than 16 bit at equal bytes, and by how much; and more slots."""
+    body, least = [], results.sizes[0]
     for slots in results.sizes:
+        if slots > least:
+            fewer = {policy: group.by_prompt for policy, group in results.groups(None, least).items()}
+            line = [str(slots), NAMES[None], f"none: beside {least} slots"]
+            body.append([*line, *_compared(results.groups(None, slots), fewer)])
         for dtype in DTYPES[1:]:
             groups = results.groups(dtype, slots)
             plain = {policy: group.by_prompt for policy, group in results.groups(None, slots).items()}

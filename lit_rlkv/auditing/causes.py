@@ -61,7 +61,7 @@ def readings(
 
 @dataclass(frozen=True)
 class Trial:
-    """What the learner's log-probs would be if the sampler's came about in another way."""
+    """The learner's log-probs, had the sampler's come about in another way."""
 
     cause: str
     """The end of "the sampler's log-probs are those ..."."""

@@ -27,13 +27,13 @@ from lit_rlkv.experience.protocols import RolloutModule, RolloutRun
 from lit_rlkv.experience.resampling import has_equal_groups, replace_equal_groups
 from lit_rlkv.experience.reward import RewardRule, accuracy_component
 from lit_rlkv.experience.sample import sample_groups
-from lit_rlkv.experience.score import ENTROPY, score_rollout
+from lit_rlkv.experience.score import ENTROPY, critic_sees_shadow, score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.eviction_logps import count_decisions
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from lit_rlkv.objectives.corrections import critic_sees_shadow, global_is_weights
+from lit_rlkv.objectives.corrections import global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.planning.advice import explain_scoring, explain_update
 from lit_rlkv.rng import derive_seed

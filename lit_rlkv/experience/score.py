@@ -9,6 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_rlkv.config.schema import RolesConfig
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.adapters import lora_layers, use_adapter, use_adapters_by_row
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.heads import last_token
@@ -22,6 +24,7 @@ from lit_rlkv.models.replay import (
     scatter_to_response,
 )
 from lit_rlkv.models.routing import routers_of
+from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import Record, Rollout
 
 
@@ -42,6 +45,13 @@ class ForwardPass:
 
 ENTROPY = "entropy"
 """Not a role: the entropy of the policy, from the policy's own pass."""
+
+
+def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheSpec) -> bool:
+    """True if the critic has the shadow view; under an exact cache it has the policy's view."""
+    if correction.samples_dense or cache.is_exact:
+        return correction.replays
+    return roles.value_view == "shadow"
 
 
 def forward_pass_of(roles: Roles, role: str, shadow: bool) -> ForwardPass:

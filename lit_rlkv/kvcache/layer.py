@@ -54,7 +54,7 @@ class SlotLayer(CacheLayerMixin):
         """Scores the keys for a trained policy."""
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.balance: Float[Tensor, "kv_head dim"] | None = None
-        """What the keys are divided by before they become codes."""
+        """Divisors of the keys before they become codes."""
         self.filled_by: Feed | None = None
         self.pools: tuple[Slots, Slots] | None = None
         """Keys and values of all rows."""

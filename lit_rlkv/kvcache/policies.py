@@ -433,8 +433,9 @@ POLICIES: dict[str, type[Policy]] = {
     "learned": Learned,
 }
 UNTRAINED = tuple(name for name, policy in POLICIES.items() if not policy.is_trained)
-"""Policies without a scorer."""
+"""Policies that need no training."""
 WITHOUT_OPTIONS = tuple(name for name, policy in POLICIES.items() if policy.__init__ is object.__init__)
+"""Policies that take no `policy_options`."""
 DENSE = "dense"
 """Name that stands for no policy: every key is kept."""
 

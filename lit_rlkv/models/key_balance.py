@@ -1,4 +1,4 @@
-"""Balance of keys: what int4 divides each channel of a layer's keys by, and multiplies its queries by."""
+"""Balance of keys: int4 divides each channel of a layer's keys by it, and multiplies the queries."""
 
 import torch
 from jaxtyping import Float
@@ -32,7 +32,7 @@ def key_balance(model: PreTrainedModel) -> tuple[Float[Tensor, "kv_head dim"], .
         query = inputs.query.double().square().mean((0, 2)).view(n_heads, -1, key.shape[-1]).mean(1)
         ratio = key.square().mean((0, 2)) / query
         doublings = (ratio.log2() / 4).nan_to_num(0.0).round().clamp(-MOST_DOUBLINGS, MOST_DOUBLINGS)
-        found[inputs.layer] = doublings.exp2().float()
+        found[inputs.layer] = doublings.exp2().to(inputs.key.dtype)  # exact in 16 bits, too
 
     config = text_config(model)
     n_tokens = min(N_TOKENS, optional_setting(config, "max_position_embeddings") or N_TOKENS)

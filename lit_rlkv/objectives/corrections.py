@@ -12,9 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rlkv.checks import Range
-from lit_rlkv.config.schema import RolesConfig
 from lit_rlkv.distributed.ranks import Ranks
-from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.objectives.reduction import masked_mean
 
 
@@ -137,10 +135,3 @@ def _check_bounds(**bounds: float) -> None:
 def _ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     """Return ρ_t of the response tokens, and 1 elsewhere."""
     return log_ratio.masked_fill(~response_mask, 0.0).exp()
-
-
-def critic_sees_shadow(roles: RolesConfig, correction: Correction, cache: CacheSpec) -> bool:
-    """True if the critic has the shadow view; under an exact cache it has the policy's view."""
-    if correction.samples_dense or cache.is_exact:
-        return correction.replays
-    return roles.value_view == "shadow"

@@ -16,12 +16,13 @@ from lit_rlkv.diagnostics.position_bins import as_lists, log_ratios_by_position
 from lit_rlkv.models.packing import passes
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.tables import make_table
-from lit_rlkv.units import shortened
 
 N_WORST, N_CAUSES, N_BROKEN, N_BINS = 5, 6, 5, 8
 """Tokens, causes, rows that could not be read, and bins of positions that are shown."""
 LEAST_DRAWN = 1e-7
 """Nats: a smaller gap is drawn as this."""
+MAX_LABEL = 50
+"""Characters of a cause beside its bar."""
 
 
 def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def picture(audit: Audit) -> Figure:
     style.label_axes(left, "Position in the response", "|log π − log μ|, p99 (nats)")
     style.finish(figure, left, n_columns=1)
     bars = [audit.own, *audit.trials[:N_CAUSES]][::-1]
-    right.barh([shortened(each.cause, 50, 0) for each in bars], [each.gap for each in bars], color=style.BLUE)
+    right.barh([each.cause[:MAX_LABEL] for each in bars], [each.gap for each in bars], color=style.BLUE)
     style.style_axes(right)
     right.set_xscale("log")
     right.set_xlim(LEAST_DRAWN, 3 * max(each.gap for each in bars) + LEAST_DRAWN)

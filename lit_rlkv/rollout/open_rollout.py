@@ -103,10 +103,9 @@ class OpenRollout:
         """Return the row of each sequence, which has more tokens than its row if it goes on."""
         left, found = dict(enumerate(self._tokens)), []
         for place, ids in enumerate(sequences):
-            ends_alike = [
-                row for row, own in left.items() if ids[len(own) - 1 : len(own)] == own[-1:]
-            ]  # fast
-            begun = [row for row in ends_alike if ids[: len(left[row])] == left[row]]
+            # Most rows differ at their last token, so that few of their lists are copied.
+            alike = (row for row, own in left.items() if ids[len(own) - 1 : len(own)] == own[-1:])
+            begun = [row for row in alike if ids[: len(left[row])] == left[row]]
             begun = [row for row in begun if (len(ids) > len(left[row])) == go_on]
             if not begun:
                 raise ValueError(

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from lit_rlkv.checks import check_temperature
 from lit_rlkv.kernels.token_logps.reference import chosen_logps
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.cast_linear import cache_cast_weights
-from lit_rlkv.models.packed_linear import packed_weights
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings
-from lit_rlkv.rollout.generate import as_rollout, check_prompts, check_token
+from lit_rlkv.rollout.generate import as_rollout, check_prompts, check_token, decoding
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Rollout
 
@@ -87,8 +85,7 @@ def score_tokens(
     )
     decoder.given, decoder.is_given = (F.pad(each, (n_prompt, 2)) for each in (response_ids, is_given))
     decoder.on_logits = on_logits
-    on_device = torch.cuda.device_of(input_ids)  # type: ignore[no-untyped-call]
-    with on_device, cache_cast_weights(model), packed_weights(model, n_rows):
+    with decoding(decoder):
         decoder.prefill(range(n_rows), input_ids, is_prompt)
         decoder.make_room(n_new)
         for _ in range(n_new - 1):

@@ -14,6 +14,7 @@ from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
 from lit_rlkv.experience.budget_control import BudgetController
+from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kernels.quantization import check_dim
 from lit_rlkv.models.activations import checkpointed_layers
@@ -28,7 +29,6 @@ from lit_rlkv.models.preparation import check_chunks, prepare_backbone
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.modules.evictions import EvictionLearner
-from lit_rlkv.objectives.corrections import critic_sees_shadow
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.runs.launch import WEIGHT_DTYPES

@@ -12,13 +12,11 @@ from pretrained_parts.forced import compare, reference_of
 from pretrained_parts.prefills import StoredPrefills
 from pretrained_parts.results import Results
 from pretrained_parts.setting import FAST, cells
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lit_rlkv import CacheSpec, generate, replay_logps
 from lit_rlkv.diagnostics.distributions import view_overlap
 from lit_rlkv.types import PromptBatch, Rollout
-from tests.gguf_files import SPECIALS, TEMPLATE, trained_tokenizer
-from tests.models_zoo import build, ragged_prompts, tiny_model
+from tests.models_zoo import ragged_prompts, tiny_model
 
 SMALL = CacheSpec("h2o", budget=8, interval=2, sink=1, window=2)
 NO_EOS = torch.tensor([], dtype=torch.long)
@@ -102,22 +100,6 @@ def test_statistics_of_a_length_are_those_of_the_first_tokens():
     assert found["masked"] == pytest.approx(1 / (32 * n))
     e = torch.e
     assert found["ess_sequence"] == pytest.approx((e + n - 1) ** 2 / (n * (e**2 + n - 1)), rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A checkpoint of two layers with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIALS, strict=True))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), **names)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes
-    )
-    build(config).save_pretrained(folder)
-    return folder
 
 
 TINY = replace(FAST, prompts=(1, 1, 1), turn_tokens=4, history_tokens=4, answer_tokens=4)

@@ -11,7 +11,6 @@ from pretrained_parts import forced
 from ranking_parts import measure, plot, setting, tables
 from ranking_parts.results import Results, difference, plain_at, prompts_needed
 from ranking_parts.texts import SEGMENTS, Texts, Writer, example
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lit_rlkv import CacheSpec
 from lit_rlkv.diagnostics.distributions import logits_overlap
@@ -19,8 +18,7 @@ from lit_rlkv.kernels.token_logps.reference import chosen_logps, kl_of_logits
 from lit_rlkv.kvcache.policies import POLICIES, UNTRAINED
 from lit_rlkv.models.backbone import head_logits
 from lit_rlkv.types import PromptBatch
-from tests.gguf_files import SPECIALS, TEMPLATE, trained_tokenizer
-from tests.models_zoo import build, ragged_prompts, tiny_model
+from tests.models_zoo import ragged_prompts, tiny_model
 
 N_TOKENS = 1 + 3 * setting.INTERVAL
 NO_EOS = torch.tensor([], dtype=torch.long)
@@ -153,22 +151,6 @@ def test_equal_bytes_are_equal_and_the_record_costs_keys():
         fewer, parts = whole[dtype, setting.ALL]
         assert fewer < budget
         assert 0.97 * sum(plain.values()) < sum(parts.values()) <= sum(plain.values())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A checkpoint of two layers with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIALS, strict=True))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(), **names)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes
-    )
-    build(config).save_pretrained(folder)
-    return folder
 
 
 def test_a_response_has_its_parts_in_order_and_equal_length(folder):

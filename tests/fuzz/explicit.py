@@ -36,7 +36,7 @@ class Layers:
     kv_dtype: str | None = None
     """`CacheSpec.dtype` of the rollout's cache."""
     balance: tuple[Tensor, ...] = ()
-    """What the keys of each layer in the table were divided by."""
+    """Divisors of the keys of each layer in the table."""
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[row, column, token]: logits / temperature after each column."""
 

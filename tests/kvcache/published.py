@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FREQUENCIES = (1.0, 0.1, 0.01)
-"""Of RoPE's pairs, in radians per position: 6 numbers of a head are rotated, others are not."""
+"""Frequencies of RoPE's pairs, in radians per position: 6 numbers of a head are rotated, others are not."""
 
 
 @dataclass
