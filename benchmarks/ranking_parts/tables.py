@@ -100,9 +100,9 @@ def sizes(results: Results) -> str:
 
 def dtypes(results: Results) -> str:
     """Return how often a dtype has a lower KL than 16 bit at equal bytes, and by how much; and more slots."""
-    body, least = [], results.sizes[0]
+    body = []
     for slots in results.sizes:
-        if slots > least:
+        if slots > (least := results.sizes[0]):
             fewer = {policy: group.by_prompt for policy, group in results.groups(None, least).items()}
             line = [str(slots), NAMES[None], f"none: beside {least} slots"]
             body.append([*line, *_compared(results.groups(None, slots), fewer)])

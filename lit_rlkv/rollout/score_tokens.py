@@ -28,7 +28,8 @@ class _GivenTokens(Decoder):
         if self.on_logits is not None:
             self.on_logits(logits)
         token = self.given[rows, self.kv.column[rows] + 1]
-        return token, chosen_logps(logits, token, self.settings.sampling.temperature), None
+        logps = chosen_logps(logits, token, self.settings.sampling.temperature)
+        return token, logps.to(self.logps.dtype), None
 
     def _append(self, rows: Tensor, logits: Tensor) -> None:
         super()._append(rows, logits)

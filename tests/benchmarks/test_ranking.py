@@ -1,6 +1,8 @@
 """The ranking of policies and dtypes on a model of two layers that is made here; nothing is downloaded."""
 
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache as cache_once
 
 import pretrained
 import pytest
@@ -11,6 +13,7 @@ from pretrained_parts import forced
 from ranking_parts import measure, plot, setting, tables
 from ranking_parts.results import Results, difference, plain_at, prompts_needed
 from ranking_parts.texts import SEGMENTS, Texts, Writer, example
+from transformers import PreTrainedModel
 
 from lit_rlkv import CacheSpec
 from lit_rlkv.diagnostics.distributions import logits_overlap
@@ -34,21 +37,27 @@ def given_texts() -> Texts:
     return Texts(PromptBatch(input_ids, attention_mask.bool()), tokens, tokens * 0, tokens * 0)
 
 
+@cache_once
+def wide_model() -> PreTrainedModel:
+    """In float64, where no float error moves a scale of int4 over a rounding."""
+    return deepcopy(tiny_model("llama")).double()
+
+
 def cache(policy: str, dtype: str | None = None, interval: int = setting.INTERVAL) -> CacheSpec:
     return CacheSpec(policy, budget=8, interval=interval, sink=1, window=2, dtype=dtype)
 
 
 def logps_by_step(texts: Texts, spec: CacheSpec) -> torch.Tensor:
     """Decode token by token."""
-    model = tiny_model("llama")
+    model = wide_model()
     is_token = torch.ones_like(texts.tokens, dtype=torch.bool)
-    hidden = torch.zeros(*texts.tokens.shape, model.config.hidden_size)
+    hidden = torch.zeros(*texts.tokens.shape, model.config.hidden_size, dtype=model.dtype)
     reference = forced.Reference(texts.prompts, texts.tokens, is_token, hidden, NO_EOS)
     return forced.compare(model, reference, spec, torch.Generator()).logps[:, 1:]
 
 
 def logps_by_interval(texts: Texts, spec: CacheSpec) -> torch.Tensor:
-    model = tiny_model("llama")
+    model = wide_model()
     hidden = torch.cat([*measure.hidden_of(model, texts, spec, torch.Generator())], dim=1)
     logits = head_logits(model, hidden).flatten(0, 1)
     return chosen_logps(logits, texts.tokens[:, 1:].flatten(), 1.0).view(len(texts.tokens), -1)

@@ -1,5 +1,7 @@
 """Given texts under a cache have the log-probs and the record that they would have as samples."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -41,6 +43,15 @@ def test_a_sampled_text_gets_its_own_logps_and_record(cache, options):
 def test_layers_with_windows_are_scored_and_replayed(family):
     rollout = roll_out(family, "h2o")
     assert torch.equal(scored(rollout, spec_of("h2o"), model=family).rollout_logps, rollout.rollout_logps)
+
+
+def test_a_model_in_float64_scores_a_text_too():
+    rollout, cache = roll_out(cache="h2o"), spec_of("h2o")
+    prompts = rollout.input_ids[:, :N], rollout.attention_mask[:, :N]
+    wide = deepcopy(tiny_model()).double()
+    mask = rollout.response_mask[:, N:]
+    found = score_tokens(wide, *prompts, rollout.input_ids[:, N:], mask, cache=cache)
+    torch.testing.assert_close(found.rollout_logps, rollout.rollout_logps, atol=1e-4, rtol=0)
 
 
 def test_texts_of_different_lengths_end_by_themselves():
