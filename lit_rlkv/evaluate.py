@@ -80,7 +80,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
 
     saved = find_run(Path(asked.ckpt).expanduser())
     check_targets(saved.cfg)
-    for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", *SAMPLING):
+    for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", "perplexity", *SAMPLING):
         if (value := getattr(asked, key)) is not None:
             saved.cfg.evaluation[key] = value
     saved.cfg.kernels = asked.kernels or saved.cfg.kernels
@@ -128,6 +128,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
         **{key: getattr(cfg.evaluation, key) for key in SAMPLING},
         "batch_size": cfg.evaluation.batch_size,
         "n_mismatch": cfg.evaluation.n_mismatch,
+        "perplexity": cfg.evaluation.perplexity,
         "level": asked.level,
         "environment": environment.describe(cfg, run.fabric.device),
     }

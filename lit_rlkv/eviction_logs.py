@@ -102,7 +102,8 @@ def from_rule(
     """Return the times of a cache that keeps the `sink` first and the `last` latest keys, in all heads.
 
     The record of the policy `streaming` is that of `last = budget - sink` with compactions at
-    `range(n_prompt, n_tokens - 1, interval)`.
+    `range(n_prompt, n_tokens - 1, interval)`. That of `random` is no rule: its draws depend on all rows that
+    were decoded together, so it needs its table.
 
     Args:
         compactions: positions of the first query after each compaction, which keeps the `last` keys before

@@ -202,6 +202,30 @@ def test_the_command_line_prints_the_table_and_writes_result_and_samples(saved):
         assert estimates["accuracy"]["low"] <= row["accuracy"] <= estimates["accuracy"]["high"]
 
 
+def test_perplexity_of_texts_is_shown_and_written_for_each_cache(saved, tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "12+3+4+5+6=30"}\n{"text": "7+1+2+9=19"}\n')
+    code, said = ended(
+        main, f"ckpt={saved}", "budgets=[4]", "n_prompts=2", f"perplexity={path}", "name=texts"
+    )
+    assert code == 0, said
+    result = json.loads((saved / "texts.json").read_text())
+    found = [row["perplexity"] for row in result["rows"]]
+    assert len({*found}) == 3
+    assert "Perplexity" in said
+    assert all(f"{each:.4g}" in said for each in found)
+    assert result["perplexity"] == str(path)
+
+
+def test_texts_that_cannot_be_scored_are_refused_before_the_model_is_loaded(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_rlkv.runs.open_run.make_policy", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=r"evaluation\.perplexity: .*none\.jsonl"):
+        evaluate(asking(saved, perplexity=str(tmp_path / "none.jsonl")))
+    (tmp_path / "short.jsonl").write_text('{"text": "1"}\n')
+    with pytest.raises(ConfigError, match=r"perplexity: .*short\.jsonl:1: the text '1' has 1 tokens"):
+        evaluate(asking(saved, perplexity=str(tmp_path / "short.jsonl")))
+
+
 def test_a_mistake_on_the_command_line_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["evaluate", "ckpt=x", "policy=snapkv"])
     with pytest.raises(SystemExit, match=r"^error: unknown key 'policy'; it takes .*policies"):

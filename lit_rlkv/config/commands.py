@@ -48,6 +48,8 @@ class EvaluateConfig:
     """prompts on which the mismatch is measured; null: as the run had it"""
     batch_size: PositiveInt | None = None
     """most responses sampled at a time; null: as the run had it"""
+    perplexity: Text | None = None
+    """as evaluation.perplexity of fit, such as texts.jsonl, for this evaluation alone; null: none"""
     temperature: Temperature | None = None
     """of the responses that are scored, 0: greedy; null: as the run had it"""
     top_k: TopK | None = None

@@ -336,6 +336,9 @@ class EvaluationConfig(Sampling):
     batch_size: Literal["auto"] | PositiveInt = "auto"
     """most responses sampled at a time; auto: up to 512, as many as memory holds. Another number draws other
     random responses and evictions"""
+    perplexity: Text | None = None
+    """file (.jsonl, .json, .parquet), folder or dataset with a column `text`: report its perplexity under
+    each cache, exp of the mean −log p over all tokens of all texts but the first of each; null: none"""
 
 
 @dataclass(frozen=True, kw_only=True)

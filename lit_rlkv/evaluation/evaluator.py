@@ -12,6 +12,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.data.tokenizers import decode_completions
 from lit_rlkv.diagnostics.evictions import misses_keys
 from lit_rlkv.environments.conversations import TextConversations
+from lit_rlkv.evaluation.perplexity import summed_nll
 from lit_rlkv.evaluation.results import EvalRow
 from lit_rlkv.experience.protocols import RolloutRun
 from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, accuracy_component, scored
@@ -20,7 +21,7 @@ from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.policies import DENSE, Policy
 from lit_rlkv.models.hydra import Roles, acting_as
-from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes
 from lit_rlkv.non_finite import NonFiniteError
 from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
@@ -123,6 +124,7 @@ class Evaluator:
         n_samples: responses to each prompt.
         batch_size: most responses sampled at a time.
         tokens_per_pass: most tokens of a forward, padding included.
+        texts: token ids of texts whose perplexity is measured, each of at least two tokens.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Evaluator:
         n_samples: int = 1,
         batch_size: int = 512,
         tokens_per_pass: int = TOKENS_PER_PASS,
+        texts: Sequence[list[int]] = (),
     ) -> None:
         cfg = run.cfg
         self.roles = roles
@@ -152,6 +155,7 @@ class Evaluator:
         self.n_samples = n_samples
         self.batch_size = batch_size
         self.tokens_per_pass = tokens_per_pass
+        self.texts = texts
 
     @property
     def n_tokens(self) -> int:
@@ -222,6 +226,7 @@ class Evaluator:
             ),
             reward=sum(rewards) / len(rewards) if rewards else None,
             affected=sum(batch.n_affected for batch in batches) / n_scored,
+            perplexity=self._perplexity(cache),
         )
         return CacheScore(row, samples, rollout)
 
@@ -245,6 +250,23 @@ class Evaluator:
         dense = shadow if cache.is_exact else self._scores(rollout, "policy")
         kl = masked_mean(rollout.rollout_logps - dense, rollout.response_mask)
         return rollout, float(kl), float((shadow - rollout.rollout_logps).abs().max())
+
+    def _perplexity(self, cache: CacheSpec) -> float | None:
+        """Return exp of the mean −log p of all tokens of the texts but each first; None without texts."""
+        if not self.texts:
+            return None
+        lengths = torch.tensor([len(text) for text in self.texts])
+        cut = cut_into_passes(lengths, self.tokens_per_pass)
+        passes = [part.tolist() for rows in cut for part in rows.split(self.batch_size)]
+        own = []
+        for number in range(self.ranks.rank, len(passes), self.ranks.size):
+            texts = [self.texts[row] for row in passes[number]]
+            with acting_as(self.roles, "policy") as backbone:
+                generator = stream(self.seed, "perplexity", cache.label, number, device=backbone.device)
+                own.append((number, summed_nll(backbone, texts, cache, generator)))
+        # In the order of the passes, so that the sum does not depend on the number of ranks.
+        total = sum(nll for _, nll in sorted(self.ranks.all_gather_object(own)))
+        return float(torch.tensor(total / int((lengths - 1).sum())).exp())
 
     def _answer(
         self,

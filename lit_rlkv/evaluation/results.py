@@ -42,6 +42,8 @@ class EvalRow:
     """Mean reward, as of training's rollouts; None if every reward failed, and in older files."""
     affected: float | None = None
     """Share of responses that lost keys; None in older files."""
+    perplexity: float | None = None
+    """Of the texts of `evaluation.perplexity`: exp of the mean −log p of their tokens; None without texts."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ FINAL_METRICS = (
     "eval/kl",
     "eval/kv_bytes",
     "eval/learned_reward",
+    "eval/perplexity",
+    "eval/dense_perplexity",
 )
 """Names that `final_metrics` may return, in order."""
 
@@ -58,8 +60,8 @@ FINAL_METRICS = (
 def final_metrics(before: Sequence[EvalRow], after: Sequence[EvalRow], cache: str) -> dict[str, float]:
     """Return the results of the evaluation at the end of a run; empty if there was none.
 
-    `eval/dense_accuracy` and `eval/dense_reward` are under a dense cache, the others under the run's own. A
-    gain is the accuracy after minus before training, if both were measured.
+    `eval/dense_accuracy`, `eval/dense_reward` and `eval/dense_perplexity` are under a dense cache, the others
+    under the run's own. A gain is the accuracy after minus before training, if both were measured.
 
     Args:
         cache: name of the run's own cache.
@@ -69,7 +71,7 @@ def final_metrics(before: Sequence[EvalRow], after: Sequence[EvalRow], cache: st
         row, earlier = (next((r for r in rows if r.cache == under), None) for rows in (after, before))
         if row is None:
             continue
-        found |= {f"{prefix}accuracy": row.accuracy, f"{prefix}reward": row.reward}
+        found |= {f"{prefix}{name}": getattr(row, name) for name in ("accuracy", "reward", "perplexity")}
         if earlier is not None and row.accuracy is not None and earlier.accuracy is not None:
             found[f"{prefix}accuracy_gain"] = row.accuracy - earlier.accuracy
         if under == cache:

@@ -50,13 +50,15 @@ def table_of(rows: Sequence[Mapping[str, str]]) -> Cells:
 
 
 def _costs(row: EvalRow, rows: Sequence[EvalRow]) -> dict[str, str]:
-    """Return cache bytes, KL, replay gap and, if there is one, the learned reward, by their headings."""
+    """Return cache bytes, KL, replay gap and, if measured, perplexity and learned reward, by headings."""
     reward = {} if row.learned_reward is None else {"Learned reward": f"{row.learned_reward:.2f}"}
+    perplexity = {} if row.perplexity is None else {"Perplexity": f"{row.perplexity:.4g}"}
     return {
         "KV bytes": human_bytes(row.kv_bytes),
         "of dense": "evicts nothing" if evicts_nothing(row) else share_of_dense(row, rows),
         "KL": f"{row.kl:z.4f}",
         "Replay gap": f"{row.replay_gap:.1e}",
+        **perplexity,
         **reward,
     }
 

@@ -36,6 +36,7 @@ COLUMNS = {
     "kl": "KL(μ ‖ dense)",
     "replay_gap": "replay gap",
     "learned_reward": "learned reward",
+    "perplexity": "perplexity",
 }
 """Columns of the evaluation table and their headings."""
 

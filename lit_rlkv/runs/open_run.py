@@ -115,6 +115,7 @@ def _saved_run(run_dir: Path, checkpoint: Checkpoint | None) -> SavedRun:
     config_yaml = read_text(run_dir / CONFIG, MAX_CONFIG_BYTES)
     # They act in training alone, and a reference that only such a callback needs is not built here.
     cfg.logger, cfg.user_callbacks, cfg.algorithm.reference_sync.every = None, {}, None
+    cfg.evaluation.perplexity = None  # its file may lie elsewhere
     return SavedRun(run_dir, cfg, config_yaml, checkpoint, weights, reference)
 
 

@@ -13,6 +13,7 @@ from lit_rlkv.config import ConfigError, as_config_errors, build
 from lit_rlkv.data.tokenizers import check_vocabulary
 from lit_rlkv.data.validation import check_prompts_fit
 from lit_rlkv.distributed.sharding import ShardedLayers, ShardedStrategy
+from lit_rlkv.evaluation.perplexity import check_texts_fit
 from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
@@ -79,6 +80,8 @@ def _load_backbone(run: Run, path: str | Path | None, dtype: torch.dtype) -> Pre
             run.fabric.to_device(model)
     check_vocabulary(run.tokenizer, n_embeddings(model))
     check_prompts_fit(model, run.sizes, run.cfg.rollout.max_new_tokens)
+    if run.texts is not None:
+        check_texts_fit(model, run.texts)
     with use_kernels("reference") if run.is_sharded else nullcontext():
         backbone = prepare_backbone(model.eval())
         if run.cfg.rollout.replay_routing:

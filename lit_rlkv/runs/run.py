@@ -25,6 +25,7 @@ from lit_rlkv.data.validation import N_CHECKED, Sizes, measure
 from lit_rlkv.distributed.ranks import Ranks, ranks_of
 from lit_rlkv.distributed.sharding import ShardedStrategy
 from lit_rlkv.environments.conversations import EnvironmentPool
+from lit_rlkv.evaluation.perplexity import read_texts
 from lit_rlkv.evaluation.results import Results
 from lit_rlkv.experience.reward import OWN
 from lit_rlkv.files import atomic_dir, link_tree, read_if_there, read_json, write_atomically
@@ -110,6 +111,10 @@ class Run:
         """None: responses have one turn."""
         self.sizes = _measured(cfg, self.tokenizer, self.task, self.environments)
         """Token counts of the task's texts, of all or of the first ones."""
+        with as_config_errors("evaluation.perplexity"):
+            given = cfg.evaluation.perplexity
+            self.texts = None if given is None else read_texts(given, self.tokenizer)
+            """Token ids of the texts whose perplexity evaluations measure; None without them."""
         self.results = Results()
 
     def _make_environments(self) -> EnvironmentPool | None:

@@ -78,6 +78,7 @@ def score_caches(
         n_samples,
         batch_size=evaluation_rows(run, roles, caches),
         tokens_per_pass=tokens_per_pass(run, passes_of(run, roles), checkpoints=True),
+        texts=() if run.texts is None else run.texts.rows,
     )
     rows: list[EvalRow] = []
     with track("eval", len(caches)) as advance, run.fabric.autocast():

@@ -103,3 +103,10 @@ def test_a_log_without_evictions_is_refused_by_name(model, tmp_path):
     log = {"prompt_ids": [[1]] * 8, "completion_ids": [[2]] * 8, "logprobs": [[-1.0]] * 8}
     with pytest.raises(ValueError, match="rollout_func must return evicted_at"):
         build(model, tmp_path, **playing([log], bare)).train()
+
+
+def test_a_row_that_no_log_can_have_is_named(model, tmp_path):
+    log = {"prompt_ids": [[1]] * 8, "completion_ids": [[2]] * 8, "logprobs": [[-1.0]] * 8}
+    log = {**log, "logprobs": [[-1.0]] * 5 + [[1.0]] + [[-1.0]] * 2, "evicted_at": None}
+    with pytest.raises(ValueError, match="row 5 of rollout_func: logps must be natural logarithms"):
+        build(model, tmp_path, **playing([log])).train()

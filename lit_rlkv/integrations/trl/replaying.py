@@ -53,6 +53,7 @@ from lit_rlkv.models.replay import check_rollout
 from lit_rlkv.models.routing import replayed_routing, routers_of
 from lit_rlkv.objectives.entropy import token_entropy
 from lit_rlkv.rollout import generate
+from lit_rlkv.tasks.rows import parse_rows
 from lit_rlkv.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -197,7 +198,8 @@ class EvictingTrainer(_BaseTrainer):  # type: ignore[misc]
             )
         parts = [output[name] for name in names[:3]]
         parts += [output.pop("evicted_at") or none, output.get("env_mask") or none]
-        rows = [LogRow(*row) for row in zip(*parts, strict=True)]
+        named = ((f"row {n} of rollout_func", row) for n, row in enumerate(zip(*parts, strict=True)))
+        rows = parse_rows(named, lambda row: LogRow(*row))
         rollout = Rollout.from_log(rows, temperature=self.temperature)
         check_rollout(causal_lm(self.model), rollout)
         rollout = rollout.padded(0, -max(map(len, parts[0])) % (self.pad_to_multiple_of or 1))
