@@ -16,6 +16,7 @@ from lit_rlkv.kvcache.layer import SlotLayer
 from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.spec import CacheSpec
 from lit_rlkv.kvcache.state_layer import HybridLayer, HybridWindowLayer, StateLayer
+from lit_rlkv.kvcache.value_norms import Projection
 from lit_rlkv.kvcache.window_layer import WindowLayer
 from lit_rlkv.types import NEVER, times_dtype
 
@@ -38,11 +39,12 @@ class SlotCache(Cache):
         kinds: kind of each layer; None: all attend to all keys.
         scorer: what a trained policy has made for the model.
         frequencies: see `SlotView.frequencies`.
+        projections: W_o of each layer with attention, for policies that read it; empty: the model has none.
         balance: what the keys of each layer with attention are divided by before they become codes, powers of
             two as `lit_rlkv.models.key_balance` finds them; empty: nothing.
 
     Raises:
-        ValueError: a policy needs a scorer or frequencies and gets none.
+        ValueError: a policy needs a scorer, frequencies or projections and gets none.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SlotCache(Cache):
         kinds: Sequence[LayerKind] | None = None,
         scorer: nn.Module | None = None,
         frequencies: Tensor | None = None,
+        projections: Sequence[Projection] = (),
         balance: Sequence[Float[Tensor, "kv_head dim"]] = (),
     ) -> None:
         self.spec = spec
@@ -122,6 +125,15 @@ class SlotCache(Cache):
                 )
             for number, layer in enumerate(self.slot_layers):
                 layer.scorer = cast("Callable[[int], Callable[..., Tensor]]", scorer.layer)(number)
+        if self.policy is not None and self.policy.reads_projection:
+            if not projections:
+                raise ValueError(
+                    f"cache.policy={spec.policy_name} weighs values by the output projection o_proj, and a "
+                    "layer of this model has none by that name, or FSDP shards it; leave "
+                    "cache.policy_options.value_norms out"
+                )
+            for layer, projection in zip(self.slot_layers, projections, strict=True):
+                layer.projection = projection
         self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=layers)
 

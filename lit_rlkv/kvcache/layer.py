@@ -21,6 +21,7 @@ from lit_rlkv.kvcache.layer_kind import LayerKind
 from lit_rlkv.kvcache.policies import SlotView
 from lit_rlkv.kvcache.recent_queries import RecentQueries
 from lit_rlkv.kvcache.slots import Slots
+from lit_rlkv.kvcache.value_norms import Projection
 from lit_rlkv.types import NEVER, wide
 
 UNUSED = -1
@@ -52,6 +53,7 @@ class SlotLayer(CacheLayerMixin):
         self.scaling = 1.0
         self.scorer: Callable[..., Tensor] | None = None
         """Scores the keys for a trained policy."""
+        self.projection: Projection | None = None
         self.sink: Float[Tensor, "kv_head group"] | None = None
         self.balance: Float[Tensor, "kv_head dim"] | None = None
         """Divisors of the keys before they become codes."""
@@ -453,6 +455,7 @@ class SlotLayer(CacheLayerMixin):
             now=newest + 1,
             scorer=self.scorer,
             frequencies=self.cache.frequencies,
+            projection=self.projection,
         )
         if policy is not None and policy.tracks_attention == "renewed" and attention is not None:
             attention.copy_(torch.where(is_due[:, None, None], policy.renew(view), attention))

@@ -20,6 +20,7 @@ from lit_rlkv.checks import Range
 from lit_rlkv.kernels import slot_scores
 from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 from lit_rlkv.kvcache.slots import Slots
+from lit_rlkv.kvcache.value_norms import EPSILON, Projection, projected_norms
 from lit_rlkv.trust import load_trusted_class
 
 SNAPKV_POOL, RKV_POOL = 5, 7
@@ -72,6 +73,8 @@ class SlotView:
     frequencies: Float[Tensor, " pair"] | None = None
     """Radians by which RoPE rotates the pairs of numbers d and d + n_pairs per column; None unless the policy
     sets `reads_rope`."""
+    projection: Projection | None = None
+    """This layer's W_o; None unless the policy sets `reads_projection`."""
 
     @cached_property
     def keys(self) -> Float[Tensor, "batch kv_head slot dim"]:
@@ -82,6 +85,12 @@ class SlotView:
     def values(self) -> Float[Tensor, "batch kv_head slot dim_v"]:
         """The values, likewise."""
         return self.value_slots.read()
+
+    @cached_property
+    def value_norms(self) -> Float[Tensor, "batch kv_head slot"]:
+        """‖W_o v‖₁ of each value, mean over the query group; needs `Policy.reads_projection`."""
+        assert self.projection is not None
+        return projected_norms(self.values, self.projection())
 
 
 class Policy(ABC):
@@ -104,6 +113,8 @@ class Policy(ABC):
     """True if the cache keeps the latest `window` queries for `SlotView.queries`."""
     reads_rope: ClassVar[bool] = False
     """True if `SlotView.frequencies` is needed; models without RoPE in halves are then refused."""
+    reads_projection: bool = False
+    """True if `SlotView.value_norms` is needed; models without `o_proj`, or sharded, are then refused."""
     draws: bool = False
     """True if scores are random, so that the responses to one prompt must not share them.
 
@@ -138,7 +149,37 @@ class Streaming(Policy):
         return view.columns.float()
 
 
-class H2O(Policy):
+class ByAttention(Policy):
+    """Base of the policies whose score is attention, never negative, that a value's size may weigh.
+
+    Args:
+        value_norms: CriticalKV (arXiv:2502.03805): the half of the budget that `received` scores highest, the
+            window included, then the keys of highest (received + 1e-4) · ‖W_o v‖₁.
+    """
+
+    def __init__(self, value_norms: bool = False) -> None:
+        if not isinstance(value_norms, bool):
+            raise ValueError(f"value_norms must be true or false, got {value_norms!r}; choose one")
+        self.reads_projection = value_norms
+
+    @abstractmethod
+    def received(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        """Return the attention of each key."""
+
+    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        received = self.received(view)
+        if not self.reads_projection:
+            return received
+        # Sinks and a protected prompt are kept beside the first half.
+        ranked = received.masked_fill(view.is_recent, torch.inf)
+        ranked = ranked.masked_fill(view.is_first | ~view.is_live, -torch.inf)
+        first_half = ranked.topk(min(view.budget // 2, ranked.shape[-1])).indices
+        weighed = (received + EPSILON) * view.value_norms
+        # Below infinity, which protects keys: sinks and window come first.
+        return weighed.scatter(2, first_half, torch.finfo(torch.float32).max)
+
+
+class H2O(ByAttention):
     """Keys with the most attention so far, the heavy hitters (arXiv:2306.14048).
 
     score(k) = Σ of the attention of all queries since k was written, mean over the query group.
@@ -146,12 +187,12 @@ class H2O(Policy):
 
     tracks_attention = "sum"
 
-    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    def received(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.attention is not None
         return view.attention
 
 
-class SnapKV(Policy):
+class SnapKV(ByAttention):
     """Attention of the latest queries, smoothed over neighbouring keys (arXiv:2404.14469).
 
     score(k) = avgpool5 over k of mean over window queries and group of softmax(q·k·scaling).
@@ -161,7 +202,7 @@ class SnapKV(Policy):
 
     sees_queries = True
 
-    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    def received(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.queries is not None
         assert view.query_columns is not None
         window = (view.queries, view.keys, view.columns, view.query_columns, view.is_live)
@@ -204,7 +245,7 @@ class RKV(Policy):
         return RKV_IMPORTANCE * importance(view) - (1 - RKV_IMPORTANCE) * redundancy(view)
 
 
-class Tova(Policy):
+class Tova(ByAttention):
     """Keys that the last query attended to, the same in all heads (arXiv:2401.06104).
 
     score(k) = attention of the last query to k, mean over all heads of the layer.
@@ -212,7 +253,7 @@ class Tova(Policy):
 
     tracks_attention = "last"
 
-    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    def received(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.attention is not None
         return view.attention.mean(dim=1, keepdim=True).expand_as(view.attention)
 
@@ -237,7 +278,7 @@ class KeyDiff(Policy):
         return -slot_scores.key_direction_similarity(view.keys, view.is_live, view.is_due)
 
 
-class Expected(Policy):
+class Expected(ByAttention):
     """Keys with the most attention expected from future queries (Expected Attention, as in kvpress).
 
     score(k) = mean over group of softmax(μ·k·s + s²·kᵀΣk/2) · ‖v‖, q ~ N(μ, Σ), s the attention scaling.
@@ -245,15 +286,16 @@ class Expected(Policy):
     The Gaussian is fitted to the latest `window` queries as they were rotated, because a cache recompacts
     every few tokens; kvpress, which compresses a prompt once, fits it before RoPE and averages the rotation
     over 512 positions. With the empirical covariance, s²·kᵀΣk is the variance of the logits over the window,
-    so no [dim, dim] is formed.
+    so no [dim, dim] is formed. With `value_norms`, ‖W_o v‖ takes the place of ‖v‖, as kvpress advises.
     """
 
     sees_queries = True
 
-    def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+    def received(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
         assert view.queries is not None
+        values = torch.ones_like(view.values[..., :1]) if self.reads_projection else view.values
         return slot_scores.expected_attention(
-            view.queries, view.keys, view.values, view.is_live, view.scaling, view.is_due
+            view.queries, view.keys, values, view.is_live, view.scaling, view.is_due
         )
 
 

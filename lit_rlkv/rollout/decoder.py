@@ -29,6 +29,7 @@ from lit_rlkv.models.backbone import (
 from lit_rlkv.models.compiled_layers import CompiledLayers
 from lit_rlkv.models.key_balance import key_balance
 from lit_rlkv.models.kv_scorer import kv_scorer_of
+from lit_rlkv.models.output_projection import output_projections
 from lit_rlkv.models.preparation import check_chunks
 from lit_rlkv.rollout.expert_record import ExpertRecorder
 from lit_rlkv.rollout.graph import CudaGraphRunner
@@ -145,6 +146,7 @@ class Decoder:
             kinds=layer_kinds(model),
             scorer=kv_scorer_of(model),
             frequencies=rope_frequencies(model),
+            projections=output_projections(model),
             balance=key_balance(model) if cache.dtype == "int4" else (),
         )
         shape = (n_rows, self.seq_len + 1)

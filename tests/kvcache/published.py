@@ -141,6 +141,22 @@ def expected(head: Head) -> list[float]:
     return [mean([probs[k] for probs in of_heads]) * norm(head.values[k]) for k in range(len(head.keys))]
 
 
+def criticalkv(head: Head, scores: list[float], projections: list[Tensor]) -> list[float]:
+    """CriticalKV as kvpress has it: half of the budget by the score, with the window at its top; the rest by
+    (score + 1e-4) times the mean over the group of ‖W_o v‖₁, W_o being [hidden, dim_v] of a query head.
+    """
+    ranked = sorted(range(head.n_first, head.n_older), key=lambda k: -scores[k])
+    first_half = ranked[: head.budget // 2 - (len(head.keys) - head.n_older)]
+    sizes = [
+        mean([float((projection.double() @ value.double()).abs().sum()) for projection in projections])
+        for value in head.values
+    ]
+    return [
+        math.inf if k in first_half else (scores[k] + 1e-4) * sizes[k]
+        for k in range(head.n_first, head.n_older)
+    ]
+
+
 def vase_chances(head: Head) -> list[float]:
     """VaSE: chances by which keys are drawn, up to a factor: softmax over older keys, mean, avg_pool1d(5)."""
     received = [0.0] * head.n_older

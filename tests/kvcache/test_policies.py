@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.kvcache import POLICIES
+from lit_rlkv.kvcache import POLICIES, value_norms
 from lit_rlkv.kvcache.policies import (
     RKV,
     UNTRAINED,
@@ -20,6 +20,7 @@ from lit_rlkv.kvcache.policies import (
 )
 from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
 from lit_rlkv.kvcache.slots import Slots
+from lit_rlkv.kvcache.value_norms import projected_norms
 from tests.kernels.accuracy import bound, excess_error
 from tests.kvcache import published
 
@@ -139,6 +140,36 @@ def test_triattention_after_rope_is_the_authors_formula_before_it(standardize: b
     later = replace(view, now=torch.tensor([N_PADDING + N_KEYS + 1]))  # negative controls
     assert (older_scores(TriAttention(standardize), later) - expected).abs().max() > 1e-2
     assert (older_scores(TriAttention(not standardize), view) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "tova", "expected"])
+def test_value_norms_choose_the_second_half_of_the_budget_as_criticalkv_does(name: str):
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(11, KV_HEADS * GROUP * DIM_V, generator=generator)  # W_o of all heads
+    view = replace(make_view(), projection=lambda: weight.T)
+    heads = heads_of(view)
+    bases = published.scores_of_layer(name, heads)
+    if name == "expected":  # kvpress turns its own norm off
+        sizes = [[published.norm(value) for value in head.values] for head in heads]
+        bases = [[b / v for b, v in zip(*pair, strict=True)] for pair in zip(bases, sizes, strict=True)]
+    projections = weight.view(-1, KV_HEADS, GROUP, DIM_V).unbind(1)
+    expected = torch.tensor(
+        [
+            published.criticalkv(*each[:2], list(each[2].unbind(1)))
+            for each in zip(heads, bases, projections, strict=True)
+        ]
+    )
+    found = older_scores(POLICIES[name](value_norms=True), view)[:, heads[0].n_first :]
+    assert (found > 1e30).sum(dim=1).tolist() == [view.budget // 2 - WINDOW] * KV_HEADS
+    torch.testing.assert_close(found.masked_fill(found > 1e30, torch.inf), expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(older_scores(POLICIES[name](), view)[:, heads[0].n_first :], expected)
+
+
+def test_value_norms_are_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch):
+    weight = torch.randn(KV_HEADS * GROUP * DIM_V, 11)
+    whole = projected_norms(make_view().values, weight)
+    monkeypatch.setattr(value_norms, "MOST_NUMBERS", 11 * 5)
+    torch.testing.assert_close(projected_norms(make_view().values, weight), whole)
 
 
 def test_keys_at_distances_that_rope_favours_outscore_those_that_it_does_not():

@@ -50,7 +50,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             {"policy": policy, "policy_options": {"pool": 3}},
             f"policy_options={{'pool': 3}} have no effect on {policy}; leave",
         )
-        for policy in ("dense", "snapkv")
+        for policy in ("dense", "knorm")
     ),
     *(
         ({"policy": "learned", "policy_options": {name: value}}, name)
