@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isnan, nan
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -45,11 +45,11 @@ class CountSketch:
         return buckets
 
 
-BLOCKS = ("layer", "module", "all")
+Blocks = Literal["layer", "module", "all"]
 """Groupings of parameters: by decoder layer, by kind of module, or all in one block."""
 
 
-def block_of(parameter: str, by: str) -> str:
+def block_of(parameter: str, by: Blocks) -> str:
     """Return the block of a parameter.
 
     By layer: `layer_3`, or `rest` outside the decoder layers. By module: `q_proj.A` for an adapter's matrix,
