@@ -180,7 +180,7 @@ class GradientVariance(GradientDiagnostic):
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
         if not self.has_parts(experience):
             return
-        found = {term: PartGradients() for term in self.terms}
+        found: dict[str, PartGradients] = {term: PartGradients() for term in self.terms}
         sums = torch.zeros(4, device=experience.rollout.input_ids.device)
         for part in split(experience, self.n_parts_of(experience)):
             gradients: dict[str, Vectors] = {term: {} for term in self.terms}
@@ -208,7 +208,7 @@ class GradientVariance(GradientDiagnostic):
         """Return the gradient of each term from one micro-batch, and its sums for the proxies."""
         module = self.policy
         outputs, found = self.gradients(partial(self._forward, batch))
-        by_term = {term: found[term if term in found else "loss"] for term in self.terms}
+        by_term: dict[str, Vectors] = {term: found[term if term in found else "loss"] for term in self.terms}
         with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
             head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
             sets = response_sets(batch.rollout)
