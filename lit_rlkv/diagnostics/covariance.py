@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.checks import Range
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.kernels.token_logps import Head, TokenSets, chunk_of, in_chunks, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
@@ -25,13 +24,9 @@ class CountSketch:
     The sketch is linear, and ‖sketch(x)‖² has expectation ‖x‖² over the draws, with a relative standard
     deviation of at most √(2 / size). Buckets and signs follow from the seed and a name, and are drawn again
     on each use, because they take more memory than the vector.
-
-    Raises:
-        ValueError: `size` is not a positive integer.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        Range(least=1).check("sketch", size, int)
         self.size = size
         self.seed = seed
 
