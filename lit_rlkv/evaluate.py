@@ -157,6 +157,8 @@ def _parse(arguments: Sequence[str]) -> EvaluateConfig:
 
 
 def _evaluate_and_show(asked: EvaluateConfig) -> None:
+    from lit_rlkv.reporting.tables import score_table
+
     found = evaluate(asked)
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
@@ -166,19 +168,13 @@ def _evaluate_and_show(asked: EvaluateConfig) -> None:
     except OSError as error:
         sys.exit(f"error: the results cannot be written: {error}")
     finally:
-        _show(found, asked.level, console)
+        settings = found.settings
+        console.print(
+            f"after {settings['iteration']} iterations of RL, {settings['n_prompts']} prompts × "
+            f"{settings['n_samples']} samples, temperature {settings['temperature']}"
+        )
+        console.print(score_table(found.scored, asked.level))
     console.print(f"written to {result} and {result.stem}_samples.jsonl", soft_wrap=True)
-
-
-def _show(found: Evaluation, level: float, console: Console) -> None:
-    from lit_rlkv.reporting.tables import score_table
-
-    settings = found.settings
-    console.print(
-        f"after {settings['iteration']} iterations of RL, {settings['n_prompts']} prompts × "
-        f"{settings['n_samples']} samples, temperature {settings['temperature']}"
-    )
-    console.print(score_table(found.scored, level))
 
 
 if __name__ == "__main__":

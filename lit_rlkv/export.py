@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
     from lit_rlkv.runs.model_card import Exported
-    from lit_rlkv.runs.open_run import SavedRun
 
 MANIFEST = "export.json"
 """File in every export that describes it and lists its files; only such a folder may be overwritten."""
@@ -85,7 +84,14 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
             scorer=scorer,
         )
         (partial / "README.md").write_text(model_card(run, exported), encoding="utf-8")
-        manifest = _manifest(run) | asdict(exported) | {"files": [*_files(partial)]}
+        manifest = {
+            "run": run.run_dir.resolve().name,
+            "iteration": run.iteration,
+            "layout": run.cfg.roles.layout,
+            "base": str(run.start),
+            **asdict(exported),
+            "files": [*_files(partial)],
+        }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if asked.push_to is not None and api is not None:
         message = f"Iteration {run.iteration} of {run.run_dir.resolve().name}"
@@ -121,15 +127,6 @@ def _files(folder: Path) -> Iterator[str]:
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             yield path.relative_to(folder).as_posix()
-
-
-def _manifest(run: "SavedRun") -> dict[str, str | int]:
-    return {
-        "run": run.run_dir.resolve().name,
-        "iteration": run.iteration,
-        "layout": run.cfg.roles.layout,
-        "base": str(run.start),
-    }
 
 
 def main() -> None:

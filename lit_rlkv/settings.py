@@ -4,6 +4,7 @@ The docstring below a field is the meaning of the setting, with its unit; errors
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import wraps
@@ -55,6 +56,7 @@ else:
                     given = dict(zip(_positional(checked), args, strict=False)) | values
                     raise ValueError(explain(error, checked, given, write=repr)) from None
 
+            __init__.__signature__ = inspect.signature(checked)
             checked.__init__ = __init__
             return checked
 

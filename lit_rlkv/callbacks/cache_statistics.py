@@ -16,6 +16,7 @@ from lit_rlkv.diagnostics.position_bins import bin_starts
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import acting_as
+from lit_rlkv.settings import Fraction, PositiveInt, dataclass
 from lit_rlkv.types import Rollout
 
 WITHOUT_EVICTIONS = {
@@ -28,25 +29,20 @@ WITHOUT_EVICTIONS = {
 """Attention metrics of a cache that evicted nothing."""
 
 
+@dataclass(eq=False)
 class CacheStatistics(RowsDiagnostic):
     """`kv/*`: retained keys and lifetimes of the rollout, and attention on evicted keys of some responses.
 
     Attention is measured in one dense forward of `n_rows` responses by the policy before its update. A
     rollout without evictions needs no forward: everything is retained. Each rank measures the attention of
     its own responses, because percentiles cannot be summed over ranks.
-
-    Args:
-        n_rows: number of evenly spaced responses in the dense forward, at most `tokens_per_pass` tokens.
-        needed: attention on one evicted key from which a query counts as needing it.
     """
 
     name = "cache"
-
-    def __init__(self, every: int = 1, n_rows: int = 8, needed: float = 0.1) -> None:
-        super().__init__(every, n_rows)
-        if not 0 < needed < 1:
-            raise ValueError(f"diagnostics.cache.needed must be between 0 and 1, got {needed}")
-        self.needed = needed
+    n_rows: PositiveInt = 8
+    """evenly spaced responses in the dense forward, at most `tokens_per_pass` tokens"""
+    needed: Fraction = 0.1
+    """attention on one evicted key from which a query counts as needing it"""
 
     def measure(self, experience: Experience) -> None:
         rollout = experience.rollout

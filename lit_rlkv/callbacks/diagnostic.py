@@ -10,15 +10,16 @@ from typing import Any, ClassVar
 import torch
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checks import Range
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutSplit
 from lit_rlkv.files import append_if_possible, json_lines, read_if_there, write_atomically
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.run_files import DIAGNOSTICS
+from lit_rlkv.settings import PositiveInt, dataclass
 
 
+@dataclass(eq=False)
 class Diagnostic(RLCallback):
     """Base class of diagnostics, which measure every `every` iterations, starting with the first.
 
@@ -27,19 +28,16 @@ class Diagnostic(RLCallback):
     """
 
     name: ClassVar[str]
-    policy: PolicyModule
-    """The module in training, set by `on_fit_start`."""
+    every: PositiveInt = 1
+    """iterations from one measurement to the next"""
 
-    def __init__(self, every: int = 1) -> None:
-        off = f"change it, or set diagnostics.{self.name}=null"
-        Range(least=1).check(f"diagnostics.{self.name}.every", every, int, off)
-        self.every = every
+    def __post_init__(self) -> None:
         self.scalars: dict[str, float] = {}
         self.arrays: dict[str, Any] = {}
         self._elapsed_s = 0.0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.policy = pl_module
+        self.policy: PolicyModule = pl_module
 
     def on_rollout_end(self, experience: Experience) -> None:
         if experience.iteration % self.every == 0:
@@ -70,20 +68,14 @@ class Diagnostic(RLCallback):
         self._elapsed_s += time.perf_counter() - started_at
 
 
+@dataclass(eq=False)
 class RowsDiagnostic(Diagnostic):
-    """A diagnostic of full-vocabulary distributions on some responses of the rollout.
+    """A diagnostic of full-vocabulary distributions on some responses of the rollout."""
 
-    Args:
-        n_rows: number of measured responses.
-        tokens_per_pass: most tokens of a forward, padding included.
-    """
-
-    def __init__(self, every: int = 1, n_rows: int = 32, tokens_per_pass: int = TOKENS_PER_PASS) -> None:
-        super().__init__(every)
-        for option, value in {"n_rows": n_rows, "tokens_per_pass": tokens_per_pass}.items():
-            Range(least=1).check(f"diagnostics.{self.name}.{option}", value, int)
-        self.n_rows = n_rows
-        self.tokens_per_pass = tokens_per_pass
+    n_rows: PositiveInt = 32
+    """measured responses"""
+    tokens_per_pass: PositiveInt = TOKENS_PER_PASS
+    """most tokens of a forward, padding included"""
 
 
 class DiagnosticsFile(RLCallback):

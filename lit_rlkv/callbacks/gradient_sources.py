@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -25,9 +25,11 @@ from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.modules.base import StepOutputs
 from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn, global_is_weights, unweighted
 from lit_rlkv.objectives.kl import kl_penalty
+from lit_rlkv.settings import dataclass
 from lit_rlkv.types import TrainBatch
 
 
+@dataclass(eq=False)
 class GradientSources(GradientDiagnostic):
     """Splits the variance of the algorithm's gradient Σ_t w_t·A_t·s_t, s_t = ∇ log π_t, by source.
 
@@ -38,22 +40,11 @@ class GradientSources(GradientDiagnostic):
     their differences have a much smaller error than each variance.
 
     Preference pairs always have advantages 1 and −1, so `rewards` is 0.
-
-    Args:
-        counterfactual: a key of `CORRECTIONS`; also measure the gradient of a dense learner with this
-            correction on the same rollout. None skips it.
     """
 
     name = "gradient_sources"
-
-    def __init__(self, every: int, counterfactual: str | None = None, **options: Any) -> None:
-        super().__init__(every, **options)
-        if counterfactual is not None and counterfactual not in CORRECTIONS:
-            raise ValueError(
-                f"diagnostics.gradient_sources.counterfactual={counterfactual!r} is unknown; choose one of "
-                f"{', '.join(CORRECTIONS)}, or null"
-            )
-        self.counterfactual = counterfactual
+    counterfactual: Literal["tis", "mis", "sparse_rl"] | None = None
+    """also measure the gradient of a dense learner with this correction on the same rollout; null: no"""
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
         if not self.has_parts(experience):

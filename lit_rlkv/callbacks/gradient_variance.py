@@ -2,9 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lit_rlkv.callbacks.diagnostic import Diagnostic
 from lit_rlkv.checks import Range
 from lit_rlkv.diagnostics.covariance import (
-    BLOCKS,
+    Blocks,
     CountSketch,
     PartGradients,
     block_of,
@@ -33,6 +33,7 @@ from lit_rlkv.models.replay import (
     scatter_to_response,
 )
 from lit_rlkv.modules.base import PolicyModule, StepOutputs
+from lit_rlkv.settings import PositiveInt, Text, dataclass
 from lit_rlkv.types import TrainBatch
 
 HALF_SCALE = 2.0**12
@@ -45,43 +46,30 @@ Losses = dict[str, Tensor]
 """Scalars to take gradients of, by name."""
 
 
+@dataclass(eq=False)
 class GradientDiagnostic(Diagnostic):
-    """Base class of diagnostics that compute gradients of parts of a rollout; `.grad` is not changed.
+    """Base class of diagnostics that compute gradients of parts of a rollout; `.grad` is not changed."""
 
-    Args:
-        n_parts: number of parts of a rollout, at most its number of prompts.
-        blocks: grouping of the parameters, one of `lit_rlkv.diagnostics.covariance.BLOCKS`.
-        sketch: size of a sketch of each block, so that memory grows with the model by no more than one
-            gradient; None keeps full gradients. The relative error of a block's variance is about
-            √(2 / sketch).
-        only: a regular expression; only parameters with matching names are measured. If they belong to the
-            last layers, the backward pass stops there. None measures all parameters that the policy trains.
-    """
+    n_parts: Annotated[int, Range(least=2)] = 8
+    """parts of a rollout, at most its number of prompts"""
+    blocks: Blocks = "layer"
+    """grouping of the parameters"""
+    sketch: PositiveInt | None = None
+    """size of a sketch of each block, so that memory grows with the model by no more than one gradient;
+    the relative error of a block's variance is about √(2 / sketch); null: full gradients"""
+    only: Text | None = None
+    """a regular expression: only parameters with matching names are measured; if they belong to the last
+    layers, the backward pass stops there; null: all parameters that the policy trains"""
 
-    def __init__(
-        self,
-        every: int,
-        n_parts: int = 8,
-        blocks: str = "layer",
-        sketch: int | None = None,
-        only: str | None = None,
-    ) -> None:
-        super().__init__(every)
-        where = f"diagnostics.{self.name}"
-        Range(least=2).check(f"{where}.n_parts", n_parts, int)
-        if blocks not in BLOCKS:
-            raise ValueError(f"{where}.blocks={blocks!r} is unknown; choose one of {', '.join(BLOCKS)}")
-        if only is not None:
-            try:
-                re.compile(only)
-            except re.error as error:
-                raise ValueError(
-                    f"{where}.only must be a regular expression, got {only!r} ({error}); correct it"
-                ) from error
-        self.n_parts = n_parts
-        self.blocks = blocks
-        self.sketch = None if sketch is None else CountSketch(sketch)
-        self.only = only
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            re.compile(self.only or "")
+        except re.error as error:
+            raise ValueError(
+                f"only must be a regular expression, got {self.only!r} ({error}); correct it"
+            ) from error
+        self._sketched = None if self.sketch is None else CountSketch(self.sketch)
         self.parameters: dict[str, nn.Parameter] = {}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -139,7 +127,7 @@ class GradientDiagnostic(Diagnostic):
             flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
             flat = flat if scale == 1.0 else flat / scale
             pieces[block_of(name, self.blocks)].append(
-                flat if self.sketch is None else self.sketch(name, flat)
+                flat if self._sketched is None else self._sketched(name, flat)
             )
         if self.sketch is None:
             return {block: torch.cat(vectors) for block, vectors in pieces.items()}
@@ -167,10 +155,10 @@ def added(gradient: Vectors, more: Vectors) -> Vectors:
     return {block: gradient[block] + vector if gradient else vector for block, vector in more.items()}
 
 
-TERMS = ("policy", "loss")
-"""`policy` is the algorithm's objective; `loss` is the policy's loss with KL and callbacks' terms."""
+Term = Literal["policy", "loss"]
 
 
+@dataclass(eq=False)
 class GradientVariance(GradientDiagnostic):
     """Variance, signal-to-noise ratio and noise scale of the policy's gradient, and verl's variance proxies.
 
@@ -178,26 +166,21 @@ class GradientVariance(GradientDiagnostic):
     the variance between rollouts, for the policy before its first update. See
     `lit_rlkv.diagnostics.covariance`. The critic's loss is left out, also if it trains the same adapter.
     During critic warmup this is the gradient that the policy would get.
-
-    Args:
-        terms: the losses to measure, from `TERMS`.
     """
 
     name = "gradient"
+    terms: tuple[Term, ...] = ("policy", "loss")
+    """losses to measure: the algorithm's objective, and the policy's loss with KL and callbacks' terms"""
 
-    def __init__(self, every: int, terms: Sequence[str] = TERMS, **options: Any) -> None:
-        super().__init__(every, **options)
-        self.terms = tuple(term for term in TERMS if term in terms)
-        unknown = sorted(set(terms) - set(TERMS))
-        if unknown or not self.terms:
-            raise ValueError(
-                f"diagnostics.gradient.terms must name one or more of {', '.join(TERMS)}, got {list(terms)}"
-            )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.terms:
+            raise ValueError("terms must name policy, loss or both, got none; give [policy,loss]")
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
         if not self.has_parts(experience):
             return
-        found = {term: PartGradients() for term in self.terms}
+        found: dict[str, PartGradients] = {term: PartGradients() for term in self.terms}
         sums = torch.zeros(4, device=experience.rollout.input_ids.device)
         for part in split(experience, self.n_parts_of(experience)):
             gradients: dict[str, Vectors] = {term: {} for term in self.terms}
@@ -225,7 +208,7 @@ class GradientVariance(GradientDiagnostic):
         """Return the gradient of each term from one micro-batch, and its sums for the proxies."""
         module = self.policy
         outputs, found = self.gradients(partial(self._forward, batch))
-        by_term = {term: found[term if term in found else "loss"] for term in self.terms}
+        by_term: dict[str, Vectors] = {term: found[term if term in found else "loss"] for term in self.terms}
         with torch.no_grad(), acting_as(module.roles, "policy") as backbone:
             head, size = partial(head_logits, backbone), text_config(backbone).vocab_size
             sets = response_sets(batch.rollout)

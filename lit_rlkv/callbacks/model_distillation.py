@@ -1,6 +1,7 @@
 """Callback that distils another frozen model into the policy, on the policy's own responses."""
 
 from functools import partial
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -8,16 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checks import Range
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.replay import response_hidden, response_sets
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.distillation import distillation_loss
+from lit_rlkv.settings import PositiveNumber, Share, Text, dataclass
 from lit_rlkv.types import TrainBatch
 
-DTYPES = ("float32", "bfloat16", "float16")
 
-
+@dataclass(eq=False)
 class ModelDistillation(RLCallback):
     """Adds weight · divergence from a teacher, over the full vocabulary at every response token, to the loss.
 
@@ -25,31 +25,22 @@ class ModelDistillation(RLCallback):
     replays, the policy reads the keys that its cache held, else it reads all. This is on-policy distillation
     (arXiv:2306.13649).
 
-    Args:
-        model: checkpoint folder, GGUF file or hub name of the teacher.
-        weight: of the divergence, in nats per response token.
-        beta: 1 for KL(π ‖ teacher), 0 for KL(teacher ‖ π), between them for GKD's JSD; see
-            `distillation_loss`.
-        dtype: of the teacher's weights; None: that of the run.
-
     Raises:
         ValueError: an option is out of its range.
     """
 
-    teacher: PreTrainedModel | None = None
-    """Set by the run once it is loaded."""
+    model: Text
+    """checkpoint folder, GGUF file or hub name of the teacher"""
+    weight: PositiveNumber = 1.0
+    """of the divergence, in nats per response token"""
+    beta: Share = 1.0
+    """1: KL(π ‖ teacher), 0: KL(teacher ‖ π), between them GKD's JSD; see `distillation_loss`"""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """of the teacher's weights; null: that of the run"""
 
-    def __init__(
-        self, model: str, weight: float | int = 1.0, beta: float | int = 1.0, dtype: str | None = None
-    ) -> None:
-        Range(above=0).check("distillation.weight", weight)
-        Range(least=0, most=1).check("distillation.beta", beta)
-        if dtype not in (None, *DTYPES):
-            raise ValueError(f"distillation.dtype must be null or {', '.join(DTYPES)}, got {dtype!r}")
-        self.model = model
-        self.weight = weight
-        self.beta = beta
-        self.dtype = dtype
+    def __post_init__(self) -> None:
+        self.teacher: PreTrainedModel | None = None
+        """Set by the run once it is loaded."""
 
     def loss_terms(
         self, module: PolicyModule, batch: TrainBatch, outputs: StepOutputs

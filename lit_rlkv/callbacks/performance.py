@@ -14,13 +14,13 @@ from torch.utils.module_tracker import ModuleTracker
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.diagnostic import Diagnostic
-from lit_rlkv.checks import Range
 from lit_rlkv.diagnostics.flops import FlopCosts, flop_costs, learner_work, peak_flops, rollout_work
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.models.adapters import active_adapter, lora_layers
 from lit_rlkv.models.backbone import n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.lm_head import model_body
+from lit_rlkv.settings import PositiveNumber, dataclass
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -152,27 +152,23 @@ class FlopCounter:
         return self._costs[key]
 
 
+@dataclass(eq=False)
 class Performance(Diagnostic):
     """`time/*`, `memory/*` and `perf/*` of the phases of an iteration: rollout, score, reward, update.
 
     The host waits for the device at the start and end of each phase only. Each rank reports its own device.
-
-    Args:
-        peak_flops: peak flops per second of a device at the run's precision, for the utilization; None looks
-            the device up. For an unknown device the utilization is not logged.
     """
 
     name = "performance"
+    peak_flops: PositiveNumber | None = None
+    """peak flops per second of a device at the run's precision, such as 9.9e14, for the utilization; null:
+    looks the device up, and of an unknown one the utilization is not logged"""
 
-    def __init__(self, every: int = 1, peak_flops: float | int | None = None) -> None:
-        super().__init__(every)
-        if peak_flops is not None:
-            hint = "give flops per second, such as 9.9e14, or null to look the device up"
-            Range(above=0).check("diagnostics.performance.peak_flops", peak_flops, hint=hint)
-        self.peak_flops = peak_flops
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._seconds: dict[str, float] = {}
         self._started_at = 0.0
-        self._is_looked_up = peak_flops is not None
+        self._is_looked_up = self.peak_flops is not None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)

@@ -2,23 +2,20 @@
 
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checks import Range
 from lit_rlkv.models.backbone import head_is_frozen, head_logits, text_config
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.replay import response_hidden, response_sets
 from lit_rlkv.modules.base import PolicyModule, StepOutputs, Terms
 from lit_rlkv.objectives.distillation import distillation_loss
+from lit_rlkv.settings import NonNegativeNumber, dataclass
 from lit_rlkv.types import TrainBatch
-
-DIRECTIONS = ("dense_student", "sparse_student")
-TEACHERS = ("policy", "reference")
 
 
 class _Term(NamedTuple):
@@ -32,6 +29,7 @@ class _Term(NamedTuple):
     beta: int
 
 
+@dataclass(eq=False)
 class ShadowDistillation(RLCallback):
     """Adds weight · KL over the full vocabulary at every response token to the loss (arXiv:2605.06850).
 
@@ -53,26 +51,21 @@ class ShadowDistillation(RLCallback):
 
     n_graphs = 1  # of the policy under the other view
 
-    def __init__(
-        self, direction: str, weight: float | int, teacher: str, anchor_weight: float | int = 0.0
-    ) -> None:
-        options = {"direction": (direction, DIRECTIONS), "teacher": (teacher, TEACHERS)}
-        for option, (value, known) in options.items():
-            if value not in known:
-                raise ValueError(
-                    f"distillation.{option}={value!r} is unknown; choose one of {', '.join(known)}"
-                )
-        Range(least=0).check("distillation.weight", weight)
-        Range(least=0).check("distillation.anchor_weight", anchor_weight)
-        if weight == anchor_weight == 0:
+    direction: Literal["dense_student", "sparse_student"]
+    """which of the two policies learns from the other"""
+    weight: NonNegativeNumber
+    """of the KL between them, in nats per response token"""
+    teacher: Literal["policy", "reference"]
+    """role behind the stop-gradient"""
+    anchor_weight: NonNegativeNumber = 0.0
+    """of the KL to the dense reference"""
+
+    def __post_init__(self) -> None:
+        if self.weight == self.anchor_weight == 0:
             raise ValueError(
                 "distillation.weight or distillation.anchor_weight must be above 0, got 0 for both; raise "
                 "one, or set distillation=none"
             )
-        self.direction = direction
-        self.weight = weight
-        self.teacher = teacher
-        self.anchor_weight = anchor_weight
 
     @property
     def needs(self) -> tuple[str, ...]:

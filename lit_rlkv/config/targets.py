@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -193,6 +193,8 @@ def check_saved_code(functions: Mapping[str, Any]) -> None:
 
 def _check_kind(name: str, value: Any, annotation: Any) -> None:
     """Check that a value has the type of the argument that receives it."""
+    if get_origin(annotation) is Annotated:  # its constructor checks the range
+        annotation = get_args(annotation)[0]
     kinds = {bool: "true or false", int: "a whole number", float: "a number", float | int: "a number"}
     holds = isinstance(value, bool) if annotation is bool else is_number(value)
     holds = is_whole(value) if annotation is int else holds

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isnan, nan
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rlkv.checks import Range
 from lit_rlkv.distributed.ranks import over_ranks
 from lit_rlkv.kernels.token_logps import Head, TokenSets, chunk_of, in_chunks, spans_of, tempered
 from lit_rlkv.kernels.token_logps.reference import MAX_CHUNK_LOGITS
@@ -25,13 +24,9 @@ class CountSketch:
     The sketch is linear, and ‖sketch(x)‖² has expectation ‖x‖² over the draws, with a relative standard
     deviation of at most √(2 / size). Buckets and signs follow from the seed and a name, and are drawn again
     on each use, because they take more memory than the vector.
-
-    Raises:
-        ValueError: `size` is not a positive integer.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
-        Range(least=1).check("sketch", size, int)
         self.size = size
         self.seed = seed
 
@@ -45,11 +40,11 @@ class CountSketch:
         return buckets
 
 
-BLOCKS = ("layer", "module", "all")
+Blocks = Literal["layer", "module", "all"]
 """Groupings of parameters: by decoder layer, by kind of module, or all in one block."""
 
 
-def block_of(parameter: str, by: str) -> str:
+def block_of(parameter: str, by: Blocks) -> str:
     """Return the block of a parameter.
 
     By layer: `layer_3`, or `rest` outside the decoder layers. By module: `q_proj.A` for an adapter's matrix,

@@ -72,17 +72,12 @@ def importance_ratios(
     mean, square = masked_mean(weight, response_mask), masked_mean(weight.square(), response_mask)
     of_rows, raw_rows = _row_means(weight, response_mask), _row_means(ratio, response_mask)
     return {
-        "rollout_is_mean": mean,
+        **_of_tokens_and_rows("rollout_is", weight, response_mask),
         "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
-        "rollout_is_max": weight.masked_fill(~response_mask, -torch.inf).max(),
-        "rollout_is_min": weight.masked_fill(~response_mask, torch.inf).min(),
         "rollout_is_eff_sample_size": mean.square() / square,
         "rollout_is_ratio_fraction_high": masked_mean((ratio > THRESHOLD).float(), response_mask),
         "rollout_is_ratio_fraction_low": masked_mean((ratio < 1 / THRESHOLD).float(), response_mask),
-        "rollout_is_seq_mean": of_rows.mean(),
         "rollout_is_seq_std": of_rows.std() if len(of_rows) > 1 else torch.zeros_like(of_rows[0]),
-        "rollout_is_seq_max": of_rows.max(),
-        "rollout_is_seq_min": of_rows.min(),
         "rollout_is_seq_max_deviation": (of_rows - 1).abs().max(),
         "rollout_is_seq_fraction_high": (raw_rows > THRESHOLD).float().mean(),
         "rollout_is_seq_fraction_low": (raw_rows < 1 / THRESHOLD).float().mean(),
@@ -94,14 +89,19 @@ def untruncated_ratios(
 ) -> Scalars:
     """Return `kv/ratio_*`: ρ before any truncation, and its mean over each sequence, log ρ within ±20."""
     ratio = _bounded_exp(log_ratio.masked_fill(~response_mask, 0.0))
-    of_rows = _row_means(ratio, response_mask)
+    return _of_tokens_and_rows("kv/ratio", ratio, response_mask)
+
+
+def _of_tokens_and_rows(name: str, values: Tensor, response_mask: Tensor) -> Scalars:
+    """Return mean, maximum and minimum over the response tokens, and of the mean of each sequence."""
+    of_rows = _row_means(values, response_mask)
     return {
-        "kv/ratio_mean": masked_mean(ratio, response_mask),
-        "kv/ratio_max": ratio.masked_fill(~response_mask, -torch.inf).max(),
-        "kv/ratio_min": ratio.masked_fill(~response_mask, torch.inf).min(),
-        "kv/ratio_seq_mean": of_rows.mean(),
-        "kv/ratio_seq_max": of_rows.max(),
-        "kv/ratio_seq_min": of_rows.min(),
+        f"{name}_mean": masked_mean(values, response_mask),
+        f"{name}_max": values.masked_fill(~response_mask, -torch.inf).max(),
+        f"{name}_min": values.masked_fill(~response_mask, torch.inf).min(),
+        f"{name}_seq_mean": of_rows.mean(),
+        f"{name}_seq_max": of_rows.max(),
+        f"{name}_seq_min": of_rows.min(),
     }
 
 

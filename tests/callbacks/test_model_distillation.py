@@ -111,8 +111,8 @@ def test_experts_of_the_sampler_are_not_the_teachers():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"weight": 0}, "distillation.weight must be a number above 0, got 0"),
-        ({"dtype": "int8"}, "distillation.dtype must be null or float32, bfloat16, float16, got 'int8'"),
+        ({"weight": 0}, "weight must be a number above 0, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16 or null, got 'int8'"),
     ],
 )
 def test_invalid_options_are_refused(options, says):

@@ -42,7 +42,7 @@ MISTAKES = [
     (["algorithm=kl_cov", "algorithm.advantage.choose.share=2"], "share must be"),
     (["algorithm=gdpo", "reward.normalize=batch"], "gdpo scales each part"),
     (["algorithm=gdpo", "algorithm.kl.weight=1", "algorithm.kl.place=reward"], "gdpo scales each part"),
-    (["distillation=teacher", "distillation.model=x/y", "distillation.beta=2"], "distillation.beta must be"),
+    (["distillation=teacher", "distillation.model=x/y", "distillation.beta=2"], "beta must be"),
 ]  # fmt: skip
 
 

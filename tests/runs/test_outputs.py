@@ -196,11 +196,11 @@ def test_a_run_without_a_logger_still_notes_its_environment(sft_runs):
     ("overrides", "says"),
     [
         (["logger=wandb", "+logger.projct=x"], "unexpected 'projct'; it takes project, entity, name"),
-        (["logger=wandb", "logger.project=a/b"], "logger.project must be a W&B project name"),
+        (["logger=wandb", "logger.project=a/b"], "project must be a W&B project name"),
         (["logger=wandb", "logger.log_model=1"], "log_model must be true or false, got 1"),
         (
             ["logger=wandb", "logger.figures_every=0"],
-            "figures_every must be a whole number of at least 1, got 0",
+            "figures_every must be a whole number of at least 1 or null, got 0",
         ),
         (
             ["logger=tensorboard", "logger.figures_every=-1"],

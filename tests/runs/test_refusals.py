@@ -18,7 +18,7 @@ JUDGED = [
 
 
 MISTAKES = [
-    (["distillation.teacher=critic"], "distillation.teacher='critic' is unknown"),
+    (["distillation.teacher=critic"], "teacher must be one of policy, reference, got 'critic'"),
     (["distillation.weight=0", "distillation.anchor_weight=0"], "must be above 0, got 0 for both"),
     (
         ["experiment=shadow", "algorithm.policy_weight=0"],
@@ -41,7 +41,7 @@ MISTAKES = [
     (["task.n_terms=1"], "n_terms must be a whole number of at least 2 and at most 10000, got 1"),
     (["task=jsonl", "task.path=nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
     (["stages=rl"], "stages must be a list"),
-    (["fabric.devices=0"], "fabric.devices must be auto, -1 or at least 1, got 0; -1 takes every GPU"),
+    (["fabric.devices=0"], "fabric.devices must be one of auto, -1 or a whole number of at least 1"),
     (["fabric.num_nodes=two"], "fabric.num_nodes must be a whole number of at least 1, got two"),
     (["fabric.strategy=dp"], "fabric.strategy must be one of auto, ddp, fsdp2, got dp"),
     (["rollout.n_shards=0"], "rollout.n_shards must be a whole number of at least 1 or null, got 0"),

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from rich.console import Console
 
 from lit_rlkv.callbacks.hooks import RLCallback
-from lit_rlkv.checks import Range
 from lit_rlkv.config.errors import one_line
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.reporting.logged_samples import LoggedSample, read_samples
@@ -77,18 +76,6 @@ class RunLogger(ABC):
         Args:
             is_complete: True if the run reached its end without an error.
         """
-
-
-def checked_interval(figures_every: int | None) -> int | None:
-    """Return the interval between figures after checking it.
-
-    Raises:
-        ValueError: it is neither None nor a positive integer.
-    """
-    if figures_every is not None:
-        at_end = "give null for figures at the end only"
-        Range(least=1).check("logger.figures_every", figures_every, int, at_end)
-    return figures_every
 
 
 class GuardedLogger:

@@ -7,11 +7,12 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from lit_rlkv.reporting.loggers import Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.loggers import Rows, RunLogger, RunStart
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.run_metrics import ITERATION, AxisValues
 from lit_rlkv.reporting.tables import markdown_table
+from lit_rlkv.settings import PositiveInt, Text, dataclass
 
 
 def as_run_logger(built: Any) -> RunLogger:
@@ -54,27 +55,27 @@ COMPARED = ("reward", "eval/accuracy", "eval/dense_accuracy", "eval/accuracy_gai
 """Metrics whose last values stand beside the settings of each run in TensorBoard's HPARAMS tab."""
 
 
+@dataclass(eq=False)
 class TensorBoard(LightningLogger):
     """Event files in the run's folder; a resumed run hides events after its checkpoint.
-
-    Args:
-        name: folder of the event files in `tensorboard`, which TensorBoard shows; None is that folder itself.
-        figures_every: iterations between figures; None draws them at the end only.
 
     Raises:
         ValueError: the package is not installed, or an argument is invalid.
     """
 
-    def __init__(self, name: str | None = None, figures_every: int | None = None) -> None:
+    name: Text | None = None
+    """folder of the event files in `tensorboard`, which TensorBoard shows; null: that folder itself"""
+    figures_every: PositiveInt | None = None
+    """iterations between figures; null: at the end only"""
+
+    def __post_init__(self) -> None:
         if find_spec("tensorboard") is None:
             raise ValueError(
                 "logger=tensorboard needs the package tensorboard, which is not installed; "
                 'pip install -e ".[tensorboard]", or use logger=csv'
             )
-        if name is not None and (name in ("", ".", "..") or "/" in name):
-            raise ValueError(f"logger.name must be the name of a folder, got {name!r}; leave out slashes")
-        self.name = name
-        self.figures_every = checked_interval(figures_every)
+        if self.name is not None and (self.name in (".", "..") or "/" in self.name):
+            raise ValueError(f"name must be the name of a folder, got {self.name!r}; leave out slashes")
         self._compared: dict[str, float] = {}
 
     def open(self, start: RunStart) -> str | None:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from lit_rlkv.files import read_if_there, read_json, write_atomically
-from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart, checked_interval
+from lit_rlkv.reporting.loggers import FileKind, Rows, RunLogger, RunStart
 from lit_rlkv.reporting.pictures import Picture
 from lit_rlkv.reporting.plots.style import pixels
 from lit_rlkv.reporting.run_metrics import AXES, ITERATION, TOKENS, AxisValues
+from lit_rlkv.settings import Bool, PositiveInt, dataclass
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def _read_id(path: Path) -> str | None:
     return found
 
 
+@dataclass(eq=False)
 class WandbRun(RunLogger):
     """Logs metrics over sampled tokens, a table of samples, figures, and files as artifacts.
 
@@ -41,45 +43,32 @@ class WandbRun(RunLogger):
     run and logs what W&B does not have. W&B cannot look into a part that was kept offline: a resume replaces
     it by one with all iterations, without the figures of before.
 
-    Args:
-        entity: a team or user; None is the account's default.
-        name: display name; None is the name of the run's folder.
-        group: name that runs of one setting share; None is no group.
-        offline: keep the run in its folder, for `wandb sync`; None does so if wandb finds no account.
-        log_model: upload the last checkpoint.
-        figures_every: iterations between figures; None draws them at the end only.
-
     Raises:
         ValueError: an argument is invalid.
     """
 
-    def __init__(
-        self,
-        project: str,
-        entity: str | None = None,
-        name: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] | None = None,
-        offline: bool | None = None,
-        log_model: bool = False,
-        figures_every: int | None = None,
-    ) -> None:
-        if not project or any(character in FORBIDDEN for character in project):
+    project: str
+    """of W&B"""
+    entity: str | None = None
+    """a team or user; null: the account's default"""
+    name: str | None = None
+    """for people; null: the name of the run's folder"""
+    group: str | None = None
+    """name that runs of one setting share; null: none"""
+    tags: tuple[str, ...] | None = None
+    """labels of the run; null: none"""
+    offline: Bool | None = None
+    """keep the run in its folder, for `wandb sync`; null: if wandb finds no account"""
+    log_model: Bool = False
+    """upload the last checkpoint"""
+    figures_every: PositiveInt | None = None
+    """iterations between figures; null: at the end only"""
+
+    def __post_init__(self) -> None:
+        if not self.project or any(character in FORBIDDEN for character in self.project):
             raise ValueError(
-                f"logger.project must be a W&B project name without {' '.join(FORBIDDEN)}, got {project!r}"
+                f"project must be a W&B project name without {' '.join(FORBIDDEN)}, got {self.project!r}"
             )
-        if offline is not None and not isinstance(offline, bool):
-            raise ValueError(f"logger.offline must be true, false or null, got {offline}")
-        self.labels: dict[str, Any] = {
-            "project": project,
-            "entity": entity,
-            "group": group,
-            "tags": list(tags or ()),
-        }
-        self.name = name
-        self.offline = offline
-        self.log_model = log_model
-        self.figures_every = checked_interval(figures_every)
 
     def open(self, start: RunStart) -> str | None:
         import wandb  # imported here, because it takes a second and is optional
@@ -162,6 +151,16 @@ class WandbRun(RunLogger):
             finish_timeout=FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
         )
-        name, folder = self.name or self.run_dir.name, str(self.run_dir)
-        run: dict[str, Any] = {**self.labels, "id": run_id, "name": name, "dir": folder, "mode": mode}
-        return self._wandb.init(**run, resume="allow", reinit="create_new", settings=settings)
+        return self._wandb.init(
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=list(self.tags or ()),
+            id=run_id,
+            name=self.name or self.run_dir.name,
+            dir=str(self.run_dir),
+            mode=mode,
+            resume="allow",
+            reinit="create_new",
+            settings=settings,
+        )

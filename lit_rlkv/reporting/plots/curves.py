@@ -16,15 +16,6 @@ from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.plots.style import Dashes
 from lit_rlkv.reporting.run_metrics import History
 
-CORRECTION_STYLES = {
-    "token_ratio": ("ρ of tokens", style.BLUE),
-    "sequence_ratio": ("Π ρ of responses", style.VERMILLION),
-    "tis": ("tis", style.GREEN),
-    "mis": ("mis", style.PURPLE),
-    "sparse_rl": ("sparse_rl", style.ORANGE),
-}
-"""Legend name and colour of each correction."""
-
 
 @dataclass(frozen=True)
 class CurveSet:

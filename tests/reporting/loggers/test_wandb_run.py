@@ -125,8 +125,11 @@ def test_a_service_that_cannot_be_reached_leaves_the_run_in_its_folder(tmp_path,
     [
         ({"project": "a/b"}, "project must be a W&B project name"),
         ({"project": ""}, "project must be a W&B project name"),
-        ({"project": "a", "offline": "yes"}, "offline must be true, false or null, got yes"),
-        ({"project": "a", "figures_every": 0}, "figures_every must be a whole number of at least 1, got 0"),
+        ({"project": "a", "offline": "yes"}, "offline must be true or false or null, got .yes."),
+        (
+            {"project": "a", "figures_every": 0},
+            "figures_every must be a whole number of at least 1 or null, got 0",
+        ),
     ],
 )
 def test_invalid_settings_are_refused_before_wandb_is_imported(settings, says):
