@@ -83,7 +83,7 @@ def teacher_bytes(cfg: Config) -> int:
         ConfigError: there is no config of it, or no model of its type.
     """
     teacher = None if cfg.distillation is None else build(cfg.distillation)
-    if getattr(teacher, "model", None) is None:  # the policy itself teaches
+    if teacher is None or getattr(teacher, "model", None) is None:  # the policy itself teaches
         return 0
     config = model_config(teacher.model, "distillation.model")
     dtype = _weight_dtype(cfg) if teacher.dtype is None else getattr(torch, teacher.dtype)

@@ -25,6 +25,7 @@ Given = ParamSpec("Given")
 def in_due_rows(score: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
     """Decorate a score of all rows: it is computed in the due ones only, and 0 in all others."""
     bind = signature(score).bind
+    compute: Callable[..., Tensor] = score
 
     @wraps(score)
     def scored(*args: Any, **named: Any) -> Tensor:
@@ -32,10 +33,10 @@ def in_due_rows(score: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
         is_due = given.pop("is_due", None)
         rows = slice(None) if is_due is None else due_rows(is_due)
         if isinstance(rows, slice):
-            return score(**given)
+            return compute(**given)
         scores = given["keys"].new_zeros(given["keys"].shape[:3], dtype=torch.float32)
         if len(rows) > 0:
-            scores[rows] = score(**{n: x[rows] if isinstance(x, Tensor) else x for n, x in given.items()})
+            scores[rows] = compute(**{n: x[rows] if isinstance(x, Tensor) else x for n, x in given.items()})
         return scores
 
     return scored
