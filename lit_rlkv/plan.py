@@ -84,7 +84,7 @@ def plan(asked: PlanArguments) -> None:
     from lit_rlkv.kvcache import CacheSpec
     from lit_rlkv.models.backbone import check_length
     from lit_rlkv.planning.cards import find_card
-    from lit_rlkv.planning.models import pass_bytes_of, roles_of
+    from lit_rlkv.planning.models import pass_bytes_of, roles_of, teacher_bytes
     from lit_rlkv.planning.plan import Planner
     from lit_rlkv.planning.recipe import recipe
     from lit_rlkv.reporting.plan_screen import as_values, screen
@@ -95,7 +95,8 @@ def plan(asked: PlanArguments) -> None:
     with as_config_errors("cache"):
         CacheSpec.of(cfg.cache)
     card, roles = find_card(asked.gpu), roles_of(cfg)
-    card = card if card.is_gpu else replace(card, memory=card.memory // n_own)
+    memory = card.memory if card.is_gpu else card.memory // n_own
+    card = replace(card, memory=memory - teacher_bytes(cfg))
     planner = Planner(
         cfg, roles, pass_bytes_of(cfg, roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )

@@ -45,8 +45,7 @@ def roles_of(cfg: Config) -> Roles:
     Raises:
         ConfigError: there is no config of the model, or no model of its type.
     """
-    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(cfg.fabric.precision, torch.float32)
-    settings = cfg.roles
+    dtype, settings = _weight_dtype(cfg), cfg.roles
     targets = settings.target_modules
     nodes = [cfg.distillation, *(node for _, node in named_items(cfg.user_callbacks))]
     callbacks = [build(node) for node in nodes if node is not None]
@@ -58,9 +57,7 @@ def roles_of(cfg: Config) -> Roles:
             assert cfg.model.preset is not None
             model: PreTrainedModel = build(cfg.model.preset)(N_PRESET_TOKENS, 0, 1)
         else:
-            if type(config) not in AutoModelForCausalLM._model_mapping:
-                raise ValueError(f"{cfg.model.path} is no causal LM but {config.model_type}; give one")
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = _causal_lm(str(cfg.model.path), config)
         model.set_attn_implementation(ATTENTION_NAME)
         return model.type(dtype)
 
@@ -77,6 +74,33 @@ def roles_of(cfg: Config) -> Roles:
             if needed & {*CRITICS}
             else None,
         )
+
+
+def teacher_bytes(cfg: Config) -> int:
+    """Return the bytes of the weights of another model that teaches beside the run's; 0 without one.
+
+    Raises:
+        ConfigError: there is no config of it, or no model of its type.
+    """
+    teacher = None if cfg.distillation is None else build(cfg.distillation)
+    if teacher is None or getattr(teacher, "model", None) is None:  # the policy itself teaches
+        return 0
+    config = model_config(teacher.model, "distillation.model")
+    dtype = _weight_dtype(cfg) if teacher.dtype is None else getattr(torch, teacher.dtype)
+    with as_config_errors("distillation.model"), torch.device("meta"):
+        model = _causal_lm(teacher.model, config)
+    return sum(weight.numel() for weight in model.parameters()) * int(dtype.itemsize)
+
+
+def _weight_dtype(cfg: Config) -> torch.dtype:
+    return {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(cfg.fabric.precision, torch.float32)
+
+
+def _causal_lm(path: str, config: PretrainedConfig) -> PreTrainedModel:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{path} is no causal LM but {config.model_type}; give one")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
 
 
 def pass_bytes_of(cfg: Config, roles: Roles, card: Card) -> PassBytes:
@@ -120,8 +144,8 @@ def _as_on_a_device() -> Iterator[None]:
         torch.autocast, functional.grouped_mm = autocast, grouped_mm  # type: ignore[misc]
 
 
-def model_config(path: str) -> PretrainedConfig:
-    """Return the config of a model path; of a hub name its config.json alone is fetched.
+def model_config(path: str, key: str = "model.path") -> PretrainedConfig:
+    """Return the config of a model path, the value of `key`; of a hub name its config.json alone is fetched.
 
     Raises:
         ConfigError: it cannot be had, or transformers has no model of its type.
@@ -135,6 +159,6 @@ def model_config(path: str) -> PretrainedConfig:
             return AutoConfig.from_pretrained(str(expanded(path)), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(
-            f"model.path={path}: {one_line(error).split('. ')[0]}; a plan reads the config.json of a "
+            f"{key}={path}: {one_line(error).split('. ')[0]}; a plan reads the config.json of a "
             "causal LM that the installed transformers has"
         ) from error

@@ -16,6 +16,7 @@ from lit_rlkv.models.activations import Checkpoints, checkpointed_layers
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, text_config
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import LAYOUTS
+from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.models.pass_bytes import PassBytes
 from lit_rlkv.planning.cards import Card
@@ -85,10 +86,21 @@ class Passes:
         found = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
         for weight in self.roles.parameters():
             found["weights"] += weight.numel() * self.size(weight)
-            if weight.requires_grad:
+            if weight.requires_grad and id(weight) not in self._idle:
                 found["gradients"] += weight.numel() * weight.itemsize
                 found["optimizer"] += 2 * weight.numel() * weight.itemsize
         return {what: int(n / (self.n_ranks if self.is_sharded else 1)) for what, n in found.items()}
+
+    @cached_property
+    def _idle(self) -> set[int]:
+        """Weights that no text reaches, as of a tower for images: in memory, but neither read nor trained."""
+        models = self.roles.modules() if isinstance(self.roles, Roles) else [self.roles]
+        return {
+            id(weight)
+            for model in models
+            if isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
+            for weight in {*model_body(model).parameters()} - {*model.get_decoder().parameters()}
+        }
 
     def size(self, weight: nn.Parameter) -> float:
         """Return the bytes of each number of a weight."""

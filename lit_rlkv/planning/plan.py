@@ -45,6 +45,23 @@ class Row:
         return self.n_rows > 0 and self.tokens_per_pass > 0
 
 
+@dataclass(frozen=True)
+class Change:
+    """A setting with which more rows or longer sequences fit, or any at all."""
+
+    override: str
+    n_rows: int
+    longest: int
+    """Tokens of the longest sequence that learns."""
+    fits: bool
+    mends: bool
+    """True if the config does not fit without it."""
+
+    def __str__(self) -> str:
+        helps = "it fits: " if self.mends else "" if self.fits else "not enough alone: "
+        return f"{self.override}: {helps}{self.n_rows} rows at a time, {self.longest:,} tokens learn"
+
+
 class Planner(Passes):
     """Plans one run on one card: rollouts, passes and seconds."""
 
@@ -132,15 +149,14 @@ class Planner(Passes):
         """The activations kept for the backward pass; of `auto` the fastest choice that fits."""
         return self.ways[self.choose()]
 
-    def changes(self, row: Row) -> dict[str, str]:
-        """Return settings with which more rows or longer sequences fit, or any at all, with their effects."""
-        found, own_longest = {}, self.longest()
+    def changes(self, row: Row) -> list[Change]:
+        """Return the changes that help a config with this row."""
+        found, own_longest = [], self.longest()
         for setting, cfg in self._other_configs():
             planner = replace(self, cfg=cfg)
             other, longest = planner.row(planner.cache), planner.longest()
             if other.n_rows > row.n_rows or longest > own_longest:
-                helps = "it fits: " if row.fits < other.fits else "" if other.fits else "not enough alone: "
-                found[setting] = f"{helps}{other.n_rows} rows at a time, {longest:,} tokens learn"
+                found.append(Change(setting, other.n_rows, longest, other.fits, row.fits < other.fits))
         return found
 
     def _other_configs(self) -> Iterator[tuple[str, Config]]:
@@ -216,15 +232,15 @@ class Planner(Passes):
 
     def _weights(self, n_rows: int) -> tuple[int, int]:
         """Return the bytes of matrices that a step of so many rows reads, and the weights of a token."""
-        tables = {id(one.weight) for one in self.policy.modules() if isinstance(one, nn.Embedding)}
-        head = self.policy.get_output_embeddings().weight
+        unread = {id(one.weight) for one in self.policy.modules() if isinstance(one, nn.Embedding)}
+        unread = (unread | self._idle) - {id(self.policy.get_output_embeddings().weight)}
         config = text_config(self.policy)
         chosen = optional_setting(config, "num_experts_per_tok")
         n_experts = next((n for name in EXPERTS if (n := optional_setting(config, name))), None)
         share = 1.0 if chosen is None or n_experts is None else chosen / n_experts
         n_bytes, n_active = 0.0, 0.0
         for name, weight in self.policy.named_parameters():
-            if weight.ndim < 2 or "lora_" in name or (id(weight) in tables and weight is not head):
+            if weight.ndim < 2 or "lora_" in name or id(weight) in unread:
                 continue
             is_expert = ".experts." in name
             size = self.size(weight)

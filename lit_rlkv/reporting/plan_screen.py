@@ -8,17 +8,19 @@ from rich.table import Table
 from rich.text import Text
 
 from lit_rlkv.models.backbone import n_kv_heads, optional_setting, text_config
-from lit_rlkv.planning.plan import Planner, Row
+from lit_rlkv.planning.plan import Change, Planner, Row
 from lit_rlkv.reporting.tables import make_table
 from lit_rlkv.units import human_bytes, human_seconds
 
 HEADINGS = ("cache", "rows", "rollout peak", "update peak", "tokens/s", "rollout", "update", "")
+HELP = "change one of the settings above"
+NO_HELP = "no setting helps; take a smaller model, a larger card, or more of them and fabric.strategy=fsdp2"
 LEAST_SHOWN = 2**26
 """Bytes from which a part is named by itself."""
 
 
 def screen(
-    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Mapping[str, str], command: str
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change], command: str
 ) -> RenderableType:
     """Return the plan for people, in about twenty lines.
 
@@ -35,9 +37,9 @@ def screen(
         f"the longest sequence that learns has {planner.longest():,} tokens{_positions(planner)}"
         if planner.longest()
         else "no sequence learns here",
-        *(f"{setting}: {effect}" for setting, effect in changes.items()),
+        *map(str, changes),
         *_remarks(planner, chosen),
-        command if chosen.fits else f"it does not fit: {_instead(changes)}",
+        command if chosen.fits else f"it does not fit: {HELP if changes else NO_HELP}",
     ]
     return Group(*lines, *(Text(each) for each in said))
 
@@ -94,13 +96,6 @@ def _count(n_weights: int) -> str:
     return f"{n_weights / 1e9:.3g}B" if n_weights >= 1e8 else f"{n_weights / 1e6:.3g}M"
 
 
-def _instead(changes: Mapping[str, str]) -> str:
-    """Return the way out of a config that does not fit."""
-    if changes:
-        return "change one of the settings above"
-    return "no setting helps; take a smaller model, a larger card, or more of them and fabric.strategy=fsdp2"
-
-
 def _remarks(planner: Planner, chosen: Row) -> Iterator[str]:
     if most := planner.most_keys(chosen):
         each = (f"{budget:,} with {n_rows} rows at a time" for n_rows, budget in most.items())
@@ -116,7 +111,7 @@ def _remarks(planner: Planner, chosen: Row) -> Iterator[str]:
 
 
 def as_values(
-    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Mapping[str, str]
+    planner: Planner, rows: Sequence[Row], chosen: Row, changes: Sequence[Change]
 ) -> dict[str, Any]:
     """Return the plan for programs; sizes are bytes, times seconds."""
     return {
@@ -142,5 +137,13 @@ def as_values(
             for row in rows
         ],
         "most_keys": planner.most_keys(chosen),
-        "changes": dict(changes),
+        "changes": [
+            {
+                "override": one.override,
+                "fits": one.fits,
+                "rows": one.n_rows,
+                "longest_sequence": one.longest,
+            }
+            for one in changes
+        ],
     }

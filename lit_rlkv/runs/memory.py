@@ -77,7 +77,7 @@ def check_memory(run: Run, start: str | Path | None) -> None:
 def _advice(planner: Planner, row: Row, otherwise: str) -> str:
     """Return the settings with which more fits, or something else to do."""
     found = [f"set {each}" for each in planner.settings(row)]
-    found += map(": ".join, planner.changes(row).items())
+    found += map(str, planner.changes(row))
     return "; ".join(found or [otherwise])
 
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from transformers import BertConfig, Qwen3Config
+from transformers import BertConfig, Gemma3Config, Qwen3Config
 
 from lit_rlkv import plan
 from lit_rlkv.config import ConfigError
@@ -113,6 +113,36 @@ def test_what_cannot_fit_ends_with_1_and_says_what_helps(capsys, qwen):
     assert end.value.code == 1
     assert "it does not fit" in said
     assert "fabric.quantization=4bit: it fits: " in said
+
+
+def test_what_helps_is_a_setting_for_programs(capsys, qwen):
+    asked = (*LONG, f"model.path={qwen}", "gpu=24GB")
+    found = planned(capsys, *asked)
+    assert "cache.dtype=int4" in [change["override"] for change in found["changes"]]
+    for change in found["changes"]:
+        other = planned(capsys, *asked, change["override"])
+        row = next(row for row in other["rows"] if row["is_chosen"])
+        assert (change["rows"], change["fits"]) == (row["rows"], row["fits"])
+        assert change["longest_sequence"] == other["longest_sequence"]
+
+
+def test_a_teacher_takes_its_weights_from_the_card(capsys, qwen):
+    asked = ("recipe=llm", f"model.path={qwen}", "gpu=H100")
+    alone = planned(capsys, *asked)["usable"]
+    teacher = ("distillation=teacher", f"distillation.model={qwen}", "distillation.dtype=bfloat16")
+    assert alone - planned(capsys, *asked, *teacher)["usable"] == pytest.approx(2 * 4.02e9 * 0.94, rel=0.01)
+
+
+def test_a_tower_for_images_takes_memory_and_no_time_or_moments(capsys, tmp_path):
+    sizes = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 32_000}
+    config = Gemma3Config(text_config={**sizes, "num_attention_heads": 4, "num_key_value_heads": 1})
+    config.save_pretrained(tmp_path / "whole")
+    config.text_config.save_pretrained(tmp_path / "text")
+    whole, text = (planned(capsys, f"model.path={tmp_path / n}", "gpu=24GB") for n in ("whole", "text"))
+    (ours,), (other,) = ([row for row in each["rows"] if row["is_chosen"]] for each in (whole, text))
+    assert (ours["rollout_s"], ours["update_s"]) == (other["rollout_s"], other["update_s"])
+    assert ours["update_bytes"]["optimizer"] == other["update_bytes"]["optimizer"]
+    assert ours["update_bytes"]["weights"] > 2 * other["update_bytes"]["weights"]
 
 
 def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, monkeypatch):

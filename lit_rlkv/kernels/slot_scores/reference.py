@@ -6,6 +6,9 @@ an early exit. None means all rows. In a due row every query of the window must 
 """
 
 from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,30 +19,50 @@ from lit_rlkv.kernels.evict.reference import due_rows
 
 NEAR_DUPLICATE = 0.5
 """Cosine above which two keys are near-duplicates (arXiv:2505.24133)."""
+Given = ParamSpec("Given")
 
 
+def in_due_rows(score: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
+    """Decorate a score of all rows: it is computed in the due ones only, and 0 in all others."""
+    bind = signature(score).bind
+    compute: Callable[..., Tensor] = score
+
+    @wraps(score)
+    def scored(*args: Any, **named: Any) -> Tensor:
+        given = bind(*args, **named).arguments
+        is_due = given.pop("is_due", None)
+        rows = slice(None) if is_due is None else due_rows(is_due)
+        if isinstance(rows, slice):
+            return compute(**given)
+        scores = given["keys"].new_zeros(given["keys"].shape[:3], dtype=torch.float32)
+        if len(rows) > 0:
+            scores[rows] = compute(**{n: x[rows] if isinstance(x, Tensor) else x for n, x in given.items()})
+        return scores
+
+    return scored
+
+
+@in_due_rows
 def key_norm(
     keys: Float[Tensor, "batch kv_head slot dim"], is_due: Bool[Tensor, " batch"] | None = None
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return ‖k‖₂."""
-    return _score_due_rows(lambda keys: keys.float().norm(dim=-1), is_due, keys)
+    return keys.float().norm(dim=-1)
 
 
+@in_due_rows
 def key_direction_similarity(
     keys: Float[Tensor, "batch kv_head slot dim"],
     is_live: Bool[Tensor, "batch kv_head slot"],
     is_due: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch kv_head slot"]:
     """Return cos(k, Σ over live keys of k/‖k‖): the similarity of a key to the mean direction."""
-
-    def score(keys: Tensor, is_live: Tensor) -> Tensor:
-        keys = keys.float()
-        direction = (F.normalize(keys, dim=-1) * is_live.unsqueeze(-1)).sum(dim=-2, keepdim=True)
-        return F.cosine_similarity(keys, direction, dim=-1)
-
-    return _score_due_rows(score, is_due, keys, is_live)
+    keys = keys.float()
+    direction = (F.normalize(keys, dim=-1) * is_live.unsqueeze(-1)).sum(dim=-2, keepdim=True)
+    return F.cosine_similarity(keys, direction, dim=-1)
 
 
+@in_due_rows
 def redundancy(
     keys: Float[Tensor, "batch kv_head slot dim"],
     is_live: Bool[Tensor, "batch kv_head slot"],
@@ -50,22 +73,19 @@ def redundancy(
     For key j the mean is Σ_i cos(kᵢ, kⱼ) / n, without i = j and without each i whose last near-duplicate
     (cosine above 0.5) is j.
     """
-
-    def score(keys: Tensor, is_live: Tensor) -> Tensor:
-        keys = F.normalize(keys.float(), dim=-1) * is_live.unsqueeze(-1)
-        similarity = keys @ keys.transpose(-1, -2)
-        n_slots = similarity.shape[-1]
-        slot = torch.arange(n_slots, device=similarity.device)
-        similarity = similarity.masked_fill(slot[:, None] == slot[None, :], 0.0)
-        latest_duplicate = torch.where(similarity > NEAR_DUPLICATE, slot, -1).amax(-1, keepdim=True)
-        similarity = similarity.masked_fill(slot == latest_duplicate, 0.0)
-        n_live = is_live.sum(-1, keepdim=True)
-        mean_similarity = similarity.sum(dim=-2) / n_live
-        return mean_similarity.masked_fill(~is_live, -torch.inf).softmax(-1)
-
-    return _score_due_rows(score, is_due, keys, is_live)
+    keys = F.normalize(keys.float(), dim=-1) * is_live.unsqueeze(-1)
+    similarity = keys @ keys.transpose(-1, -2)
+    n_slots = similarity.shape[-1]
+    slot = torch.arange(n_slots, device=similarity.device)
+    similarity = similarity.masked_fill(slot[:, None] == slot[None, :], 0.0)
+    latest_duplicate = torch.where(similarity > NEAR_DUPLICATE, slot, -1).amax(-1, keepdim=True)
+    similarity = similarity.masked_fill(slot == latest_duplicate, 0.0)
+    n_live = is_live.sum(-1, keepdim=True)
+    mean_similarity = similarity.sum(dim=-2) / n_live
+    return mean_similarity.masked_fill(~is_live, -torch.inf).softmax(-1)
 
 
+@in_due_rows
 def mean_window_attention(
     queries: Float[Tensor, "batch kv_head group window dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
@@ -79,13 +99,10 @@ def mean_window_attention(
 
     A query sees the live keys of its own and of earlier columns.
     """
-
-    def score(k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor) -> Tensor:
-        return _seen_logits(q, k, column, q_column, is_live, scaling).softmax(-1).mean(dim=(2, 3))
-
-    return _score_due_rows(score, is_due, keys, queries, columns, query_columns, is_live)
+    return _seen_logits(queries, keys, columns, query_columns, is_live, scaling).softmax(-1).mean(dim=(2, 3))
 
 
+@in_due_rows
 def peak_window_attention(
     queries: Float[Tensor, "batch kv_head group window dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
@@ -100,16 +117,11 @@ def peak_window_attention(
 
     The logit of a query and a key is the maximum over the group of q·k·scaling.
     """
-
-    def score(
-        k: Tensor, q: Tensor, column: Tensor, q_column: Tensor, is_live: Tensor, is_recent: Tensor
-    ) -> Tensor:
-        logits = _seen_logits(q, k, column, q_column, is_live, scaling).amax(dim=2)
-        return logits.masked_fill(is_recent.unsqueeze(2), -torch.inf).softmax(-1).mean(dim=2)
-
-    return _score_due_rows(score, is_due, keys, queries, columns, query_columns, is_live, is_recent)
+    logits = _seen_logits(queries, keys, columns, query_columns, is_live, scaling).amax(dim=2)
+    return logits.masked_fill(is_recent.unsqueeze(2), -torch.inf).softmax(-1).mean(dim=2)
 
 
+@in_due_rows
 def expected_attention(
     queries: Float[Tensor, "batch kv_head group window dim"],
     keys: Float[Tensor, "batch kv_head slot dim"],
@@ -122,14 +134,10 @@ def expected_attention(
 
     The variance is the empirical one (not Bessel-corrected).
     """
-
-    def score(keys: Tensor, queries: Tensor, values: Tensor, is_live: Tensor) -> Tensor:
-        logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
-        exponent = logits.mean(dim=3) + logits.var(dim=3, unbiased=False) / 2
-        exponent = exponent.masked_fill(~is_live.unsqueeze(2), float("-inf"))
-        return exponent.softmax(-1).mean(dim=2) * values.float().norm(dim=-1)
-
-    return _score_due_rows(score, is_due, keys, queries, values, is_live)
+    logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
+    exponent = logits.mean(dim=3) + logits.var(dim=3, unbiased=False) / 2
+    exponent = exponent.masked_fill(~is_live.unsqueeze(2), float("-inf"))
+    return exponent.softmax(-1).mean(dim=2) * values.float().norm(dim=-1)
 
 
 def _seen_logits(
@@ -144,16 +152,3 @@ def _seen_logits(
     logits = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(2) * scaling
     is_seen = columns[:, :, None, :] <= query_columns[:, None, :, None]
     return logits.masked_fill(~(is_seen & is_live[:, :, None, :]).unsqueeze(2), -torch.inf)
-
-
-def _score_due_rows(
-    score: Callable[..., Tensor], is_due: Bool[Tensor, " batch"] | None, keys: Tensor, *others: Tensor
-) -> Float[Tensor, "batch kv_head slot"]:
-    """Compute the scores of the due rows only, and return 0 in all other rows."""
-    rows = slice(None) if is_due is None else due_rows(is_due)
-    if isinstance(rows, slice):
-        return score(keys, *others)
-    scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
-    if len(rows) > 0:
-        scores[rows] = score(keys[rows], *(other[rows] for other in others))
-    return scores
