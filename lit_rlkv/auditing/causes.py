@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -88,7 +89,7 @@ class Trial:
     """NaN where it says nothing."""
     gap: float
     """Mean |log π − log μ| of a sampled token, in nats."""
-    change: tuple[str, object] | None = None
+    change: tuple[str, Any] | None = None
     """Part of the origin that was changed, and its value."""
 
 
@@ -186,7 +187,7 @@ class Audit:
         # A response of a single token cannot be shifted.
         return sorted((one for one in trials if not math.isnan(one.gap)), key=lambda one: one.gap)
 
-    def _causes(self) -> Iterator[tuple[str, str, object]]:
+    def _causes(self) -> Iterator[tuple[str, str, Any]]:
         """Yield each cause, the part of the origin that it changes, and the value; add a cause here."""
         given = self.sampling
         yield "of the raw logits; vLLM has logprobs_mode=processed_logprobs", "sampling", Sampling()
@@ -220,7 +221,7 @@ class Audit:
             yield f"of a cache of the first {N_SINKS} and the latest {latest} keys", "latest", latest
             latest *= 2
 
-    def _other_records(self) -> Iterator[tuple[str, str, object]]:
+    def _other_records(self) -> Iterator[tuple[str, str, Any]]:
         yield (
             "of queries that see evicted keys one step longer than the record says",
             "record",
@@ -232,8 +233,8 @@ class Audit:
             lambda record: record.delayed(-1),
         )
         for name, dim in (("KV head", 2), ("layer", 1)):
-            yield f"of the {name}s in reverse order", "record", _moved(lambda t, d=dim: t.flip(d))
-            yield f"of the next {name}", "record", _moved(lambda t, d=dim: t.roll(1, dims=d))
+            yield f"of the {name}s in reverse order", "record", _moved(torch.flip, [dim])
+            yield f"of the next {name}", "record", _moved(torch.roll, 1, dim)
         yield "of a cache with all keys: nothing was evicted", "shadow", False
 
     def _rollout(self, origin: Origin) -> Rollout:
@@ -297,8 +298,8 @@ class Audit:
         return [logps[:, -self._n_response :] for logps in found]
 
 
-def _moved(move: Callable[[Tensor], Tensor]) -> Callable[[Record], Record]:
-    return lambda record: replace(record, evicted_at=move(record.evicted_at))
+def _moved(move: Callable[..., Tensor], *arguments: Any) -> Callable[[Record], Record]:
+    return lambda record: replace(record, evicted_at=move(record.evicted_at, *arguments))
 
 
 def uneven_heads(row: LogRow) -> str | None:
