@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,7 @@ def audit(asked: AuditArguments) -> None:
     from lit_rlkv.auditing.causes import Audit
     from lit_rlkv.auditing.engine_rows import fitting_rows, read_log
     from lit_rlkv.reporting.audit_screen import as_values, picture, screen
+    from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 
     with as_config_errors("log"):
         rows, places, broken = read_log(asked.log)
@@ -118,12 +120,13 @@ def audit(asked: AuditArguments) -> None:
     model = prepared(asked.model, getattr(torch, asked.dtype), device)
     with as_config_errors("log"):
         rows, places, broken = fitting_rows(model, rows, places, broken)
-        without = None
+        bare = None
         if asked.adapter is not None:
-            without = Audit(model, rows, asked.sampling).own.logps
-            model = with_adapter(model, asked.adapter)
-        found = Audit(model, rows, asked.sampling, without)
+            bare, model = model, with_adapter(deepcopy(model), asked.adapter)
+        meter = ProgressMeter("audit", quiet_s=QUIET_S)
+        found = Audit(model, rows, asked.sampling, bare, lambda n, total: meter.show(n, total, {}))
         values = as_values(found, places, broken)
+        meter.stop()
     if asked.as_json:
         sys.stdout.write(json.dumps(values, indent=1) + "\n")
     else:

@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +21,7 @@ from lit_rlkv.models.packing import passes, unpacked
 from lit_rlkv.models.replay import response_hidden, scatter_to_response
 from lit_rlkv.rollout.sampling import keeps
 from lit_rlkv.settings import Sampling
-from lit_rlkv.types import NEVER, Rollout
+from lit_rlkv.types import NEVER, Record, Rollout
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 TOP_PS, TOP_KS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99), (5, 10, 20, 40, 50, 100)
@@ -29,9 +30,9 @@ N_SINKS, FEWEST_KEYS = 4, 16
 """First keys that a cache of the latest keys may keep, too, and the fewest latest ones that are tried."""
 TOKENS_PER_PASS = 4096
 """Most tokens of a forward."""
-EXPLAINS, ROUNDING = 0.5, 3.0
+EXPLAINS, ROUNDING, MAX_STEPS = 0.5, 3.0, 3
 """A cause explains the gap if it leaves at most this share of it; rounding, if the gap is at most so many
-times the distance of the model in 16 bits from itself."""
+times the distance of the model in 16 bits from itself. Most causes that act together."""
 EXACT = 1e-4
 """Mean gap in nats that needs no explanation: sums in another order."""
 
@@ -60,6 +61,25 @@ def readings(
 
 
 @dataclass(frozen=True)
+class Origin:
+    """How the sampler's log-probs may have come about; a cause changes one part."""
+
+    sampling: Sampling
+    prompt: tuple[int, int | None] = (0, None)
+    """Start and end of the part of the prompt that the engine saw."""
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    """Tokens that its template wrote before and after them."""
+    latest: int | None = None
+    """Keys of its cache, besides the first."""
+    record: Callable[[Record], Record] | None = None
+    shadow: bool = True
+    has_adapter: bool = True
+    shift: int = 0
+    is_greedy: bool = False
+
+
+@dataclass(frozen=True)
 class Trial:
     """The learner's log-probs, had the sampler's come about in another way."""
 
@@ -69,6 +89,8 @@ class Trial:
     """NaN where it says nothing."""
     gap: float
     """Mean |log π − log μ| of a sampled token, in nats."""
+    change: tuple[str, Any] | None = None
+    """Part of the origin that was changed, and its value."""
 
 
 class Audit:
@@ -77,7 +99,8 @@ class Audit:
     Args:
         model: prepared, with the adapter of the sampler.
         sampling: that of the log, as far as it is known.
-        without_adapter: `own` of the same audit of the model without its adapter; None: it has none.
+        bare: the model without its adapter; None: it has none.
+        on_pass: called after each forward over all rows, with how many are done and to do.
     """
 
     def __init__(
@@ -85,37 +108,49 @@ class Audit:
         model: PreTrainedModel,
         rows: Sequence[LogRow],
         sampling: Sampling,
-        without_adapter: Logps | None = None,
+        bare: PreTrainedModel | None = None,
+        on_pass: Callable[[int, int], None] = lambda n_done, n_total: None,
     ) -> None:
-        self.model, self.rows, self.sampling = model, rows, sampling
+        self.model, self.rows, self.sampling, self.bare = model, rows, sampling, bare
+        self._on_pass = on_pass
         self.rollout = Rollout.from_log(rows, temperature=sampling.temperature).to(model.device)
         self.has_record = any(row.evicted_at is not None for row in rows)
         self._n_response = max(len(row.response_ids) for row in rows)
-        self._without_adapter = without_adapter
         self.sampler: Logps = self.rollout.rollout_logps[:, -self._n_response :].float()
         self.is_sampled: Bool[Tensor, "row response"] = self.rollout.response_mask[:, -self._n_response :]
 
     @cached_property
     def own(self) -> Trial:
         """The log is as it says, and evictions are replayed."""
-        return self._trial("as logged", *self._logps(self.rollout, [self.sampling]))
+        return self._trial("as logged", *self._logps([Origin(self.sampling)]))
 
     @cached_property
     def trials(self) -> list[Trial]:
         """The causes that were tried, what leaves least first; none, if nothing has to be explained."""
-        trials = [] if self.own.gap <= EXACT else self._trials()
-        said = (trial for trial in trials if not math.isnan(trial.gap))  # a single token cannot be shifted
-        return sorted(said, key=lambda trial: trial.gap)
+        return [] if self.own.gap <= EXACT else self._tried(Origin(self.sampling), ())
+
+    @cached_property
+    def steps(self) -> list[Trial]:
+        """The causes that explain the gap together, each on top of those before it."""
+        steps: list[Trial] = []
+        origin, gap, trials = Origin(self.sampling), self.own.gap, self.trials
+        while trials and trials[0].gap <= EXPLAINS * gap:
+            steps.append(trials[0])
+            gap = trials[0].gap
+            if gap <= EXACT or len(steps) == MAX_STEPS:
+                break
+            changed = [each.change for each in steps if each.change is not None]
+            origin = replace(origin, **dict(changed[-1:]))
+            trials = self._tried(origin, [name for name, _ in changed])
+        return steps
 
     @property
     def found(self) -> Trial | None:
-        """The cause that explains the gap; None if none does, or if there is nothing to explain."""
-        if not self.trials:
-            return None
-        best = next(trial for trial in self.trials if trial is not self.rounding)
-        if best.gap <= EXPLAINS * self.own.gap:
-            return best
-        return self.rounding if self.own.gap <= ROUNDING * self.rounding_size else None
+        """The causes that explain the gap; None if none does, or if there is nothing to explain."""
+        if self.steps:
+            return replace(self.steps[-1], cause=", then ".join(each.cause for each in self.steps))
+        is_small = bool(self.trials) and self.own.gap <= ROUNDING * self.rounding_size
+        return self.rounding if is_small else None
 
     @property
     def grows(self) -> bool:
@@ -134,110 +169,137 @@ class Audit:
     @cached_property
     def rounding(self) -> Trial:
         """The learner computes in bfloat16, as engines do, or if it does, in float32; the model stays so."""
-        _ = self.own  # before the model changes
+        _ = self.own, self.steps  # before the model changes
         name = "float32" if self.model.dtype == torch.bfloat16 else "bfloat16"
         _ = self.model.float() if name == "float32" else self.model.bfloat16()
-        return self._trial(f"of the same model in {name}", *self._logps(self.rollout, [self.sampling]))
+        return self._trial(f"of the same model in {name}", *self._logps([Origin(self.sampling)]))
 
-    def _trials(self) -> Iterator[Trial]:
-        yield from self._other_settings()
-        yield self._trial("of a greedy engine, which logs 0", torch.zeros_like(self.sampler))
-        for by, which in ((1, "previous"), (-1, "next")):
-            moved = self.own.logps.roll(by, dims=1)
-            is_there = self.is_sampled & self.is_sampled.roll(by, dims=1)
-            is_there[:, 0 if by > 0 else -1] = False
-            text = f"of the {which} token: they are shifted by one"
-            yield self._trial(text, moved.masked_fill(~is_there, torch.nan))
-        if self._without_adapter is not None:
-            yield self._trial("of the model without its adapter", self._without_adapter)
-        yield from self._other_records() if self.has_record else self._other_prompts_and_caches()
-        yield self.rounding
+    def _tried(self, origin: Origin, done: Sequence[str]) -> list[Trial]:
+        """Return all causes on top of an origin whose parts `done` have been explained, least gap first."""
+        causes = [
+            (cause, (part, value))
+            for cause, part, value in self._causes()
+            if part not in done and getattr(origin, part) != value
+        ]
+        others = [replace(origin, **dict([change])) for _, change in causes]
+        found = zip(causes, self._logps(others), strict=True)
+        trials = [replace(self._trial(cause, logps), change=change) for (cause, change), logps in found]
+        # A response of a single token cannot be shifted.
+        return sorted((one for one in trials if not math.isnan(one.gap)), key=lambda one: one.gap)
 
-    def _other_settings(self) -> Iterator[Trial]:
+    def _causes(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield each cause, the part of the origin that it changes, and the value; add a cause here."""
         given = self.sampling
-        others = {"of the raw logits; vLLM has logprobs_mode=processed_logprobs": Sampling()}
-        others["of all tokens, not of those that are drawn from alone"] = Sampling(given.temperature)
+        yield "of the raw logits; vLLM has logprobs_mode=processed_logprobs", "sampling", Sampling()
+        cause = "of all tokens, not of those that are drawn from alone"
+        yield cause, "sampling", Sampling(given.temperature)
         for each in TEMPERATURES:
-            others[f"at temperature {each:g}, not {given.temperature:g}"] = replace(given, temperature=each)
+            setting = replace(given, temperature=each)
+            yield f"at temperature {each:g}, not {given.temperature:g}", "sampling", setting
         for each in TOP_PS:
-            others[f"renormalised over top_p={each:g}"] = replace(given, top_p=each)
-        for each in TOP_KS:
-            others[f"renormalised over top_k={each}"] = replace(given, top_k=each)
-        others = {cause: setting for cause, setting in others.items() if setting != given}
-        for cause, logps in zip(others, self._logps(self.rollout, [*others.values()]), strict=True):
-            yield self._trial(cause, logps)
-
-    def _other_records(self) -> Iterator[Trial]:
-        record = self.rollout.record
-        times = record.evicted_at
-        others = {
-            "of queries that see evicted keys one step longer than the record says": record.delayed(1),
-            "of queries that see evicted keys one step less than the record says": record.delayed(-1),
-            "of the KV heads in reverse order": replace(record, evicted_at=times.flip(2)),
-            "of the next KV head": replace(record, evicted_at=times.roll(1, dims=2)),
-            "of the layers in reverse order": replace(record, evicted_at=times.flip(1)),
-            "of the next layer": replace(record, evicted_at=times.roll(1, dims=1)),
-        }
-        for cause, other in others.items():
-            yield self._trial(cause, *self._logps(replace(self.rollout, record=other), [self.sampling]))
-        cause = "of a cache with all keys: nothing was evicted"
-        yield self._trial(cause, *self._logps(self.rollout, [self.sampling], shadow=False))
-
-    def _other_prompts_and_caches(self) -> Iterator[Trial]:
-        first = getattr(self.model.config, "bos_token_id", None)
-        ways = {"without its first token": slice(1, None), "without its last token": slice(None, -1)}
+            yield f"renormalised over top_p={each:g}", "sampling", replace(given, top_p=each)
+        for n in TOP_KS:
+            yield f"renormalised over top_k={n}", "sampling", replace(given, top_k=n)
+        yield "of a greedy engine, which logs 0", "is_greedy", True
+        yield "of the previous token: they are shifted by one", "shift", 1
+        yield "of the next token: they are shifted by one", "shift", -1
+        if self.bare is not None:
+            yield "of the model without its adapter", "has_adapter", False
+        if self.has_record:
+            yield from self._other_records()
+            return
         if all(len(row.prompt_ids) > 1 for row in self.rows):
-            for cause, part in ways.items():
-                yield self._of_rows(
-                    f"of a prompt {cause}",
-                    [replace(row, prompt_ids=row.prompt_ids[part]) for row in self.rows],
-                )
-        if isinstance(first, int):
-            start = torch.tensor([first])
-            yield self._of_rows(
-                f"of a prompt that begins with token {first} (bos)",
-                [replace(row, prompt_ids=torch.cat([start, row.prompt_ids])) for row in self.rows],
-            )
-        last = FEWEST_KEYS
-        while last < self.rollout.input_ids.shape[1] - N_SINKS:
-            yield self._of_rows(
-                f"of a cache of the first {N_SINKS} and the latest {last} keys",
-                [
-                    replace(
-                        row,
-                        evicted_at=from_rule(
-                            len(row.prompt_ids) + len(row.response_ids), last=last, sink=N_SINKS
-                        ),
-                    )
-                    for row in self.rows
-                ],
-            )
-            last *= 2
+            yield "of a prompt without its first token", "prompt", (1, None)
+            yield "of a prompt without its last token", "prompt", (0, -1)
+        for name in ("bos", "eos", "pad"):
+            token = getattr(text_config(self.model), f"{name}_token_id", None)
+            if isinstance(token, int) and token >= 0:
+                yield f"of a prompt that begins with token {token} ({name})", "first", (token,)
+                yield f"of a prompt that ends with token {token} ({name})", "last", (token,)
+        latest = FEWEST_KEYS
+        while latest < self.rollout.input_ids.shape[1] - N_SINKS:
+            yield f"of a cache of the first {N_SINKS} and the latest {latest} keys", "latest", latest
+            latest *= 2
 
-    def _of_rows(self, cause: str, rows: Sequence[LogRow]) -> Trial:
+    def _other_records(self) -> Iterator[tuple[str, str, Any]]:
+        yield (
+            "of queries that see evicted keys one step longer than the record says",
+            "record",
+            lambda record: record.delayed(1),
+        )
+        yield (
+            "of queries that see evicted keys one step less than the record says",
+            "record",
+            lambda record: record.delayed(-1),
+        )
+        for name, dim in (("KV head", 2), ("layer", 1)):
+            yield f"of the {name}s in reverse order", "record", _moved(torch.flip, [dim])
+            yield f"of the next {name}", "record", _moved(torch.roll, 1, dim)
+        yield "of a cache with all keys: nothing was evicted", "shadow", False
+
+    def _rollout(self, origin: Origin) -> Rollout:
+        rows = self.rows
+        if origin.prompt != (0, None) or origin.first or origin.last or origin.latest is not None:
+            rows = [self._row(row, origin) for row in rows]
         rollout = Rollout.from_log(rows, temperature=self.sampling.temperature).to(self.model.device)
-        return self._trial(cause, *self._logps(rollout, [self.sampling]))
+        return rollout if origin.record is None else replace(rollout, record=origin.record(rollout.record))
+
+    def _row(self, row: LogRow, origin: Origin) -> LogRow:
+        parts = (torch.tensor(origin.first), row.prompt_ids[slice(*origin.prompt)], torch.tensor(origin.last))
+        prompt = torch.cat([part.long() for part in parts])
+        n_tokens, latest = len(prompt) + len(row.response_ids), origin.latest
+        times = None if latest is None else from_rule(n_tokens, last=latest, sink=N_SINKS)
+        return replace(row, prompt_ids=prompt, evicted_at=times)
 
     def _trial(self, cause: str, logps: Logps) -> Trial:
         distance = (logps - self.sampler).abs()[self.is_sampled]
         return Trial(cause, logps, float(distance.nanmean()))
 
+    def _logps(self, origins: Sequence[Origin]) -> list[Logps]:
+        """Return the log-probs of each origin; those that differ in what is read share a forward."""
+        passes_of: dict[int, list[int]] = {}
+        seen = [replace(each, sampling=self.sampling, shift=0, is_greedy=False) for each in origins]
+        for place, each in enumerate(seen):
+            passes_of.setdefault(seen.index(each), []).append(place)
+        found: dict[int, Logps] = {}
+        for n_done, places in enumerate(passes_of.values(), 1):
+            settings = [origins[place].sampling for place in places]
+            for place, logps in zip(places, self._read(origins[places[0]], settings), strict=True):
+                found[place] = self._as_logged(logps, origins[place])
+            self._on_pass(n_done, len(passes_of))
+        return [found[place] for place in range(len(origins))]
+
+    def _as_logged(self, logps: Logps, origin: Origin) -> Logps:
+        if origin.is_greedy:
+            return torch.zeros_like(logps)
+        if not origin.shift:
+            return logps
+        is_there = self.is_sampled & self.is_sampled.roll(origin.shift, dims=1)
+        is_there[:, 0 if origin.shift > 0 else -1] = False
+        return logps.roll(origin.shift, dims=1).masked_fill(~is_there, torch.nan)
+
     @torch.no_grad()
-    def _logps(self, rollout: Rollout, settings: Sequence[Sampling], *, shadow: bool = True) -> list[Logps]:
+    def _read(self, origin: Origin, settings: Sequence[Sampling]) -> list[Logps]:
         """Return the learner's log-probs of the responses for each setting."""
+        rollout = self._rollout(origin)
+        model = self.model if origin.has_adapter or self.bare is None else self.bare
         found = [torch.zeros_like(rollout.rollout_logps, dtype=torch.float32) for _ in settings]
 
         def read(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-            return readings(head_logits(self.model, states), tokens, settings)
+            return readings(head_logits(model, states), tokens, settings)
 
-        size = max(MAX_CHUNK_LOGITS // text_config(self.model).vocab_size, 1)
+        size = max(MAX_CHUNK_LOGITS // text_config(model).vocab_size, 1)
         for rows, part in passes(rollout, TOKENS_PER_PASS):
-            hidden = response_hidden(self.model, part, shadow=shadow)
+            hidden = response_hidden(model, part, shadow=origin.shadow)
             tokens = part.input_ids[part.response_mask]
             chunks = in_chunks(read, hidden, tokens, size=size, stores_gradients=False)
             for out, each in zip(found, chunks, strict=True):
                 out[rows] = unpacked(scatter_to_response(part, each), rollout.attention_mask, rows)
         return [logps[:, -self._n_response :] for logps in found]
+
+
+def _moved(move: Callable[..., Tensor], *arguments: Any) -> Callable[[Record], Record]:
+    return lambda record: replace(record, evicted_at=move(record.evicted_at, *arguments))
 
 
 def uneven_heads(row: LogRow) -> str | None:

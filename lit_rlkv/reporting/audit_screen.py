@@ -63,6 +63,7 @@ def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dic
     return values | {
         "causes": [{"cause": each.cause, "leaves": each.gap} for each in audit.trials],
         "found": None if audit.found is None else audit.found.cause,
+        "steps": [{"cause": each.cause, "leaves": each.gap} for each in audit.steps],
         "grows": audit.grows,
         "uneven_heads": [f"{place}: {said}" for place, said in uneven if said is not None],
     }
@@ -117,6 +118,9 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     )
     if values["found"] is not None:
         yield f"most likely: the log-probs are those {values['found']}"
+        if len(values["steps"]) > 1:
+            left = ", then ".join(f"{each['leaves']:.2g}" for each in values["steps"])
+            yield f"which leaves {left} nats"
     else:
         yield "none of the causes that were tried explains the gap"
         if values["grows"] and not values["is_replayed"]:

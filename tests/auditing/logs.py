@@ -15,11 +15,13 @@ def model(**changes):
     return prepare_backbone(build(tiny_config("llama", **changes)).eval())
 
 
-def sampled(backbone, cache=None, temperature=1.0, n_rows=4, first=None, **options):
+def sampled(backbone, cache=None, temperature=1.0, n_rows=4, first=None, last=None, **options):
     torch.manual_seed(1)
     prompts = torch.randint(3, 60, (n_rows, N_PROMPT))
     if first is not None:
         prompts[:, 0] = first
+    if last is not None:
+        prompts[:, -1] = last
     return generate(
         backbone,
         prompts,

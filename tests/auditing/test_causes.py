@@ -57,6 +57,11 @@ def with_one_more(row):
     return {**row, "prompt_ids": [5, *row["prompt_ids"]]}
 
 
+def without_last(row):
+    """The trainer's prompt lacks the token with which the engine's template ends."""
+    return {**row, "prompt_ids": row["prompt_ids"][:-1]}
+
+
 LATEST = CacheSpec("streaming", budget=19, interval=1, sink=4, window=1)
 FAULTS = {
     "shift_late": (None, {}, Sampling(), shifted, "of the next token"),
@@ -69,6 +74,7 @@ FAULTS = {
     "raw": (None, {}, Sampling(0.7, top_p=0.95), dict, "of the raw logits"),
     "template_has_more": (None, {}, Sampling(), with_bos, "begins with token"),
     "template_has_less": (None, {}, Sampling(), with_one_more, "without its first token"),
+    "template_ends_with_more": (None, {}, Sampling(), without_last, "ends with token"),
     "eviction": (LATEST, {}, Sampling(), lambda row: {**row, "evicted_at": None}, "and the latest 16 keys"),
     "death_late": (SPEC, {}, Sampling(), late, "one step less"),
     "death_early": (SPEC, {}, Sampling(), early, "one step longer"),
@@ -76,11 +82,22 @@ FAULTS = {
 }
 
 
+def test_two_faults_are_named_one_after_the_other():
+    backbone = model()
+    rows = [shifted(row) for row in rows_of(sampled(backbone, temperature=0.7))]
+    found = audit(backbone, rows)
+    assert {each.cause for each in found.steps} == {
+        "of the next token: they are shifted by one",
+        "at temperature 0.7, not 1",
+    }
+    assert found.found.gap < EXACT < found.steps[0].gap
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault):
     cache, options, sampling, plant, named = FAULTS[fault]
     backbone = model(bos_token_id=BOS)
-    rollout = sampled(backbone, cache, first=BOS, **options)
+    rollout = sampled(backbone, cache, first=BOS, last=BOS, **options)
     found = audit(backbone, [plant(row) for row in rows_of(rollout, has_record=cache is not None)], sampling)
     assert found.own.gap > EXACT
     assert named in found.found.cause
@@ -90,10 +107,10 @@ def test_a_planted_fault_is_named(fault):
 def test_an_adapter_that_the_sampler_had_not_is_named():
     backbone = model()
     rows = rows_of(sampled(backbone))
-    without = audit(backbone, rows).own.logps
+    bare = deepcopy(backbone)
     with torch.no_grad():
         backbone.model.layers[0].mlp.up_proj.weight.mul_(1.5)  # as an adapter that was merged
-    assert audit(backbone, rows, without_adapter=without).found.cause == "of the model without its adapter"
+    assert audit(backbone, rows, bare=bare).found.cause == "of the model without its adapter"
 
 
 def test_rounding_is_named_where_the_sampler_computed_in_16_bits():
