@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,8 @@ from lit_rlkv.config import ConfigError, as_config_errors, require
 from lit_rlkv.settings import SAMPLING, Sampling
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from transformers import PreTrainedModel
 
@@ -120,11 +121,9 @@ def audit(asked: AuditArguments) -> None:
     model = prepared(asked.model, getattr(torch, asked.dtype), device)
     with as_config_errors("log"):
         rows, places, broken = fitting_rows(model, rows, places, broken)
-        bare = None
-        if asked.adapter is not None:
-            bare, model = model, with_adapter(deepcopy(model), asked.adapter)
+        without_adapter = None if asked.adapter is None else load_adapter(model, asked.adapter)
         meter = ProgressMeter("audit", quiet_s=QUIET_S)
-        found = Audit(model, rows, asked.sampling, bare, lambda n, total: meter.show(n, total, {}))
+        found = Audit(model, rows, asked.sampling, without_adapter, lambda n, total: meter.show(n, total, {}))
         values = as_values(found, places, broken)
         meter.stop()
     if asked.as_json:
@@ -153,8 +152,8 @@ def prepared(path: str, dtype: "torch.dtype", device: str) -> "PreTrainedModel":
         return prepare_backbone(model)
 
 
-def with_adapter(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
-    """Return the model with an adapter merged into its weights.
+def load_adapter(model: "PreTrainedModel", adapter: Path) -> "Callable[[], AbstractContextManager[None]]":
+    """Put an adapter into a model, and return what opens a context without it.
 
     Raises:
         ConfigError: it is not one of this model.
@@ -162,7 +161,7 @@ def with_adapter(model: "PreTrainedModel", adapter: Path) -> "PreTrainedModel":
     from peft import PeftModel
 
     with as_config_errors("adapter"):
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        return PeftModel.from_pretrained(model, str(adapter)).eval().disable_adapter
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_a_file_without_rows_is_refused(folder, monkeypatch, capsys):
         run(monkeypatch, folder, f"log={folder}/empty.jsonl")
 
 
-def test_an_adapter_is_merged_and_named_where_the_sampler_had_none(folder, monkeypatch, capsys):
+def test_an_adapter_is_loaded_and_named_where_the_sampler_had_none(folder, monkeypatch, capsys):
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
     adapted = peft.get_peft_model(

@@ -3,8 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class Audit:
     Args:
         model: prepared, with the adapter of the sampler.
         sampling: that of the log, as far as it is known.
-        bare: the model without its adapter; None: it has none.
+        without_adapter: opens a context in which the model has no adapter; None: it never has one.
         on_pass: called after each forward over all rows, with how many are done and to do.
     """
 
@@ -108,11 +109,11 @@ class Audit:
         model: PreTrainedModel,
         rows: Sequence[LogRow],
         sampling: Sampling,
-        bare: PreTrainedModel | None = None,
+        without_adapter: Callable[[], AbstractContextManager[None]] | None = None,
         on_pass: Callable[[int, int], None] = lambda n_done, n_total: None,
     ) -> None:
-        self.model, self.rows, self.sampling, self.bare = model, rows, sampling, bare
-        self._on_pass = on_pass
+        self.model, self.rows, self.sampling = model, rows, sampling
+        self._without_adapter, self._on_pass = without_adapter, on_pass
         self.rollout = Rollout.from_log(rows, temperature=sampling.temperature).to(model.device)
         self.has_record = any(row.evicted_at is not None for row in rows)
         self._n_response = max(len(row.response_ids) for row in rows)
@@ -203,7 +204,7 @@ class Audit:
         yield "of a greedy engine, which logs 0", "is_greedy", True
         yield "of the previous token: they are shifted by one", "shift", 1
         yield "of the next token: they are shifted by one", "shift", -1
-        if self.bare is not None:
+        if self._without_adapter is not None:
             yield "of the model without its adapter", "has_adapter", False
         if self.has_record:
             yield from self._other_records()
@@ -222,16 +223,9 @@ class Audit:
             latest *= 2
 
     def _other_records(self) -> Iterator[tuple[str, str, Any]]:
-        yield (
-            "of queries that see evicted keys one step longer than the record says",
-            "record",
-            lambda record: record.delayed(1),
-        )
-        yield (
-            "of queries that see evicted keys one step less than the record says",
-            "record",
-            lambda record: record.delayed(-1),
-        )
+        for steps, words in ((1, "longer"), (-1, "less")):
+            cause = f"of queries that see evicted keys one step {words} than the record says"
+            yield cause, "record", partial(Record.delayed, by=steps)
         for name, dim in (("KV head", 2), ("layer", 1)):
             yield f"of the {name}s in reverse order", "record", _moved(torch.flip, [dim])
             yield f"of the next {name}", "record", _moved(torch.roll, 1, dim)
@@ -282,19 +276,21 @@ class Audit:
     def _read(self, origin: Origin, settings: Sequence[Sampling]) -> list[Logps]:
         """Return the learner's log-probs of the responses for each setting."""
         rollout = self._rollout(origin)
-        model = self.model if origin.has_adapter or self.bare is None else self.bare
+        model = self.model
+        bare = nullcontext if origin.has_adapter else self._without_adapter or nullcontext
         found = [torch.zeros_like(rollout.rollout_logps, dtype=torch.float32) for _ in settings]
 
         def read(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
             return readings(head_logits(model, states), tokens, settings)
 
         size = max(MAX_CHUNK_LOGITS // text_config(model).vocab_size, 1)
-        for rows, part in passes(rollout, TOKENS_PER_PASS):
-            hidden = response_hidden(model, part, shadow=origin.shadow)
-            tokens = part.input_ids[part.response_mask]
-            chunks = in_chunks(read, hidden, tokens, size=size, stores_gradients=False)
-            for out, each in zip(found, chunks, strict=True):
-                out[rows] = unpacked(scatter_to_response(part, each), rollout.attention_mask, rows)
+        with bare():
+            for rows, part in passes(rollout, TOKENS_PER_PASS):
+                hidden = response_hidden(model, part, shadow=origin.shadow)
+                tokens = part.input_ids[part.response_mask]
+                chunks = in_chunks(read, hidden, tokens, size=size, stores_gradients=False)
+                for out, each in zip(found, chunks, strict=True):
+                    out[rows] = unpacked(scatter_to_response(part, each), rollout.attention_mask, rows)
         return [logps[:, -self._n_response :] for logps in found]
 
 

@@ -257,7 +257,7 @@ class Evaluator:
             return None
         lengths = torch.tensor([len(text) for text in self.texts])
         cut = cut_into_passes(lengths, self.tokens_per_pass)
-        passes = [part.tolist() for rows in cut for part in rows.split(self.batch_size)]
+        passes = [part.tolist() for rows in cut for part in torch.split(rows, self.batch_size)]
         own = []
         for number in range(self.ranks.rank, len(passes), self.ranks.size):
             texts = [self.texts[row] for row in passes[number]]

@@ -1,5 +1,6 @@
 """Each planted fault of a log is named by the audit, and a log without one needs no explanation."""
 
+from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
@@ -107,10 +108,18 @@ def test_a_planted_fault_is_named(fault):
 def test_an_adapter_that_the_sampler_had_not_is_named():
     backbone = model()
     rows = rows_of(sampled(backbone))
-    bare = deepcopy(backbone)
-    with torch.no_grad():
-        backbone.model.layers[0].mlp.up_proj.weight.mul_(1.5)  # as an adapter that was merged
-    assert audit(backbone, rows, bare=bare).found.cause == "of the model without its adapter"
+    weight = backbone.model.layers[0].mlp.up_proj.weight.detach()
+    without = weight.clone()
+
+    @contextmanager
+    def bare():
+        adapted = weight.clone()
+        weight.copy_(without)
+        yield
+        weight.copy_(adapted)
+
+    weight.mul_(1.5)  # as an adapter does
+    assert audit(backbone, rows, without_adapter=bare).found.cause == "of the model without its adapter"
 
 
 def test_rounding_is_named_where_the_sampler_computed_in_16_bits():
