@@ -25,7 +25,7 @@ USAGE = """Say how far the log-probs of another sampler are from the learner's, 
 Arguments
   model        checkpoint folder, GGUF file or hub name of the learner
   log          JSON lines or Parquet: in each row token ids of prompt and response, and the log-probs of the
-               latter, as vLLM, SGLang, TRL, verl and prime-rl name them; and evictions, if there were any
+               latter, by the names of vLLM, SGLang, TRL, verl and prime-rl; and evictions, if there were any
                (docs/how-to/from-vllm.md)
   temperature  that the log-probs are of, 1 unless given; top_k, top_p and min_p likewise
   adapter      folder of a peft adapter that the sampler had

@@ -1,4 +1,4 @@
-"""Rows of a log as vLLM, SGLang, TRL, verl, prime-rl or this package writes them, as `LogRow`."""
+"""Rows of a log in the fields of vLLM, SGLang, TRL, verl, prime-rl or this package, as `LogRow`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,14 @@ from lit_rlkv.types import Rollout
 
 PROMPT = ("prompt_ids", "prompt_token_ids", "prompts", "input_ids")
 RESPONSE = ("response_ids", "completion_ids", "token_ids", "output_ids", "responses")
-LOGPS = ("logps", "logprobs", "sampling_per_token_logps", "rollout_log_probs", "completion_logprobs")
+LOGPS = (
+    *("logps", "logprobs", "sampling_per_token_logps", "rollout_log_probs"),
+    *("inference_logprobs", "completion_logprobs"),
+)
 MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mask")
 """Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
+WHOLE_MASKS = ("loss_mask", "mask")
+"""Names of a mask over prompt and response where a row has both in one list, as in prime-rl's exports."""
 TIMES, KEPT = "evicted_at", "kept"
 """Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
 Rows = tuple[list[LogRow], list[str], list[str]]
@@ -100,6 +105,8 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     Raises:
         ValueError: a part is missing, or `LogRow` refuses it.
     """
+    if _first(sample, PROMPT) is None and (mask := _first(sample, WHOLE_MASKS)) is not None:
+        sample = _in_parts(sample, mask)
     details = sample.get("meta_info") or {}  # of SGLang
     response = _first(sample, RESPONSE) or [entry[1] for entry in details.get("output_token_logprobs") or ()]
     prompt = _first(sample, PROMPT) or [entry[1] for entry in details.get("input_token_logprobs") or ()]
@@ -112,7 +119,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
         if not part:
             raise ValueError(f"no {name}: give it as {' or '.join(known)}; it has {', '.join(sample)}")
     mask = sample.get("prompt_mask") or (sample.get("attention_mask") or ())[: len(prompt)]
-    if any(mask):  # prime-rl's is 0 on every token of a prompt
+    if any(mask):  # that of verifiers is 0 on every token of a prompt
         prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]
     masks = [sample[name] for name in MASKS if sample.get(name) is not None]
     is_sampled = [all(marks) for marks in zip(*masks, strict=True)] if masks else [True] * len(response)
@@ -129,6 +136,14 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
         compactions = [(each["at"], torch.tensor(each["kept"])) for each in sample[KEPT]]
         times = from_kept(len(prompt) + end, compactions)
     return LogRow(prompt, response[:end], numbers[:end], times, is_sampled[:end])
+
+
+def _in_parts(sample: Mapping[str, Any], mask: Sequence[int]) -> dict[str, Any]:
+    """Return a sample whose prompt, all before its first sampled token, stands by itself."""
+    start = next((place for place, one in enumerate(mask) if one), len(mask))
+    ids, logps = _first(sample, RESPONSE) or (), _first(sample, LOGPS) or ()
+    parts = {"response_ids": ids[start:], "logps": logps[start:], "is_sampled": mask[start:]}
+    return {**sample, "prompt_ids": ids[:start], **parts}
 
 
 def _first(sample: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -48,6 +48,11 @@ FORMS = {
         "rollout_log_probs": [*LOGPS, 0.0, 0.0],
     },
     "prime_rl": {
+        "token_ids": [*PROMPT, *RESPONSE],
+        "loss_mask": [False] * 3 + [True] * 4,
+        "inference_logprobs": [0.0] * 3 + LOGPS,
+    },
+    "verifiers": {
         "prompt_ids": PROMPT,
         "prompt_mask": [False] * 3,
         "completion_ids": RESPONSE,
