@@ -44,6 +44,8 @@ class AdvantageEstimator(ABC):
     """Roles that must score each rollout, for example `("value",)`."""
     statistics: tuple[str, ...] = ()
     """Statistics of the policy to score each rollout for: `lit_rlkv.experience.score.ENTROPY`, or none."""
+    needs_greedy = False
+    """True to sample a greedy response to each prompt, for its reward alone."""
     min_group_size = 1
     gamma: float | int = 1.0
 
@@ -163,7 +165,7 @@ class GroupAdvantage(AdvantageEstimator):
             advantages = advantages.masked_fill(~is_learned, 0.0)
         is_chosen = None
         if self.choose is not None:
-            draws = stream(0, "choose", experience.iteration)
+            draws = stream(experience.seed, "choose", experience.iteration)
             is_chosen = self.choose(advantages, experience.old_logps, is_counted, draws)
         return Advantages(advantages, is_counted, _single_rows(rollout), is_chosen=is_chosen)
 
@@ -224,19 +226,25 @@ class ReturnAdvantage(AdvantageEstimator):
     Args:
         gamma: discount per response token.
         whiten_advantages: scale the returns to mean 0 and standard deviation 1.
+        greedy_baseline: subtract the reward of a greedy response to the prompt, as ReMax (arXiv:2310.10505).
 
     Raises:
         ValueError: `gamma` is not between 0 and 1.
     """
 
-    def __init__(self, gamma: float | int = 1.0, whiten_advantages: bool = True) -> None:
+    def __init__(
+        self, gamma: float | int = 1.0, whiten_advantages: bool = True, greedy_baseline: bool = False
+    ) -> None:
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma={gamma} is no discount; give a number between 0 and 1")
         self.gamma = gamma
         self.whiten_advantages = whiten_advantages
+        self.needs_greedy = greedy_baseline
 
     def compute(self, experience: Experience) -> Advantages:
         """Return Σ_n γ^n·r_{t+n} at each token, of r_t = −β·KL_t plus the total reward at the last token.
+
+        As in verl, the KL of the greedy response is not in the baseline.
 
         Returns:
             Advantages [batch, seq], 0 outside `response_mask`, in standard deviations or the reward's unit;
@@ -245,6 +253,9 @@ class ReturnAdvantage(AdvantageEstimator):
         rollout, is_counted = experience.rollout, experience.weights.is_counted
         rewards = token_rewards(experience.rewards.total, rollout.response_mask, experience.kl_penalty)
         sums = discounted_sums(rewards, rollout.response_mask, self.gamma)
+        if self.needs_greedy:
+            assert experience.greedy_rewards is not None
+            sums = sums - group.broadcast_to_response(experience.greedy_rewards, rollout.response_mask)
         advantages = whiten(sums, is_counted) if self.whiten_advantages else sums
         return Advantages(advantages, is_counted, _single_rows(rollout))
 

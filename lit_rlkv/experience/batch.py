@@ -56,6 +56,10 @@ class Experience:
     """Metrics of the curriculum after the rollout; empty without one."""
     n_decisions: Int[Tensor, " batch"] | None = None
     """Evictions of each row, counted by KV head and compaction; None if they are not learned from."""
+    greedy_rewards: Float[Tensor, " batch"] | None = None
+    """Reward of a greedy response to the prompt of each row; None if nothing needs it."""
+    seed: int = 0
+    """Seed of the run."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 
@@ -83,6 +87,7 @@ class Experience:
             weights=ISWeights(gather(weights.weight), gather(weights.is_counted)),
             verdicts=_each(gather, self.verdicts),
             n_decisions=_each(gather, self.n_decisions),
+            greedy_rewards=_each(gather, self.greedy_rewards),
             ranks=SINGLE_PROCESS,
         )
 

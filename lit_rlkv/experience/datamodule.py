@@ -1,7 +1,7 @@
 """RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from lit_rlkv.models.packing import TOKENS_PER_PASS
 from lit_rlkv.objectives.corrections import global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.planning.advice import explain_scoring, explain_update
+from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.trainer import call
@@ -169,36 +170,39 @@ class RolloutDataModule(L.LightningDataModule):
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
         pending = self.rewards.begin(problems)
+        greedy = self.rewards.begin(problems[::group_size] if self.advantage.needs_greedy else ())
+        n_responses = len(problems) + len(greedy.problems)
         draw = (self.iteration,) if self._round == 0 else (self.iteration, "round", self._round)
-        n_tokens = len(problems) * self.settings.max_new_tokens
+        n_tokens = n_responses * self.settings.max_new_tokens
         with self._phase("rollout", n_tokens) as progress, acting_as(self.roles, "policy") as backbone:
-            rollout, talks = sample_groups(
-                self.run, backbone, self.cache, prompts, pending, draw, progress.advance
+            sample = partial(
+                sample_groups, self.run, backbone, self.cache, prompts, on_progress=progress.advance
             )
+            rollout, talks = sample(pending, draw)
+            found = sample(greedy, ("greedy", *draw), is_greedy=True) if greedy.problems else None
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
-        completions = [pending.completions[row] for row in range(len(problems))]
-        has_eos = self._ended(rollout, talks)
         # 2. score
-        with self._phase("score", len(problems)) as progress:
-            scores = self._score(rollout, progress.advance)
+        wanted = {*self.roles.needed, *self.advantage.statistics}
+        if self.correction.bypass_mode:
+            wanted.remove("policy")  # π_old is the sampler
+        with self._phase("score", n_responses) as progress:
+            scores = self._score(rollout, wanted, progress.advance)
+            if found is not None:
+                learned = self._score(found[0], wanted & {"reward"}, progress.advance).get("reward")
         old_logps = scores.get("policy", rollout.rollout_logps)
         ref_logps = scores.get("reference")
         # 3. reward
-        with self._phase("reward", len(pending)) as progress:
-            rewards = self.reward.from_completions(
-                self.task,
-                problems,
-                completions,
-                pending,
-                scores.get("reward"),
-                talks,
-                has_eos,
-                (rollout.attention_mask & (response_mask.cumsum(dim=1) > 0)).sum(dim=1),
-                group_size,
-                self.run.ranks,
-                progress.advance,
+        with self._phase("reward", len(pending) + len(greedy)) as progress:
+            rewards = self._rewarded(
+                pending, rollout, talks, scores.get("reward"), group_size, progress.advance
             )
+            baseline = None
+            if found is not None:
+                baseline = self._rewarded(greedy, *found, learned, 1, progress.advance)
+                baseline = baseline.rows(torch.arange(len(problems)) // group_size)
+                rewards = replace(rewards, is_failed=_either(rewards.is_failed, baseline.is_failed))
+        completions = pending.in_order()
         # 4. importance weights and KL
         log_ratio = old_logps - rollout.rollout_logps
         kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
@@ -209,7 +213,7 @@ class RolloutDataModule(L.LightningDataModule):
             completions=completions,
             rollout=rollout,
             rewards=rewards,
-            has_eos=has_eos,
+            has_eos=self._ended(rollout, talks),
             old_logps=old_logps,
             ref_logps=ref_logps,
             kl_coef=kl_coef,
@@ -228,6 +232,8 @@ class RolloutDataModule(L.LightningDataModule):
             n_rounds=1 if self.algorithm.resample > 0 else None,
             curriculum=self._update_curriculum(problems[::group_size], rewards),
             n_decisions=self._n_decisions(rollout),
+            seed=self.run.cfg.seed,
+            greedy_rewards=None if baseline is None else baseline.total,
         )
 
     def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
@@ -275,8 +281,34 @@ class RolloutDataModule(L.LightningDataModule):
         has_eos = is_last.any(dim=1)
         return has_eos & ~torch.cat([talk.is_cut for talk in talks]).to(has_eos.device) if talks else has_eos
 
-    def _score(self, rollout: Rollout, on_progress: Callable[[int], object]) -> dict[str, Tensor]:
-        """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
+    def _rewarded(
+        self,
+        pending: PendingRewards,
+        rollout: Rollout,
+        talks: Sequence[TextConversations],
+        learned: Tensor | None,
+        group_size: int,
+        on_progress: Callable[[int], object],
+    ) -> Rewards:
+        is_response = rollout.attention_mask & (rollout.response_mask.cumsum(dim=1) > 0)
+        return self.reward.from_completions(
+            self.task,
+            pending.problems,
+            pending.in_order(),
+            pending,
+            learned,
+            talks,
+            self._ended(rollout, talks),
+            is_response.sum(dim=1),
+            group_size,
+            self.run.ranks,
+            on_progress,
+        )
+
+    def _score(
+        self, rollout: Rollout, wanted: Collection[str], on_progress: Callable[[int], object]
+    ) -> dict[str, Tensor]:
+        """Return log-probs, values or rewards by role."""
         replay = self.correction.replays
         # Under an exact cache both views are the same, and roles with the same view share a forward.
         dense_view = replay and self.cache.is_exact
@@ -287,9 +319,6 @@ class RolloutDataModule(L.LightningDataModule):
             "reward": dense_view,
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
-        wanted = {*self.roles.needed, *self.advantage.statistics}
-        if self.correction.bypass_mode:
-            wanted.remove("policy")  # π_old is the sampler
         stacks_passes = self.roles_config.stack_passes
         with explain_out_of_memory(
             lambda: explain_scoring(
@@ -336,6 +365,10 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward.load_state_dict(state_dict["reward"])
         if "budget" in state_dict:  # not in checkpoints of earlier versions
             self.budget.load_state_dict(state_dict["budget"])
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first | second
 
 
 class _Minibatches(IterableDataset[TrainBatch]):

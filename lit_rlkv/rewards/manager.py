@@ -56,6 +56,10 @@ class PendingRewards:
             for name, grader in self._graders.items():
                 self._futures[name][place] = grader.submit(question)
 
+    def in_order(self) -> list[str]:
+        """Return the completions in the order of the batch."""
+        return [self.completions[place] for place in range(len(self.problems))]
+
     def collect(
         self, *, warns: bool = True, on_progress: Callable[[int], object] = lambda n_answers: None
     ) -> Answers:
