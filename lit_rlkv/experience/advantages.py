@@ -89,7 +89,7 @@ class GroupAdvantage(AdvantageEstimator):
     """Every response token gets the advantage of its response within its group.
 
     Args:
-        estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`, or its `opo` or `gdpo`.
+        estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`.
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
         top_entropy_quantile: share of the response tokens, those of the highest entropy, that the policy's
             objective learns from; see `has_high_entropy`. The others stay in denominators, as in TRL.
@@ -108,9 +108,10 @@ class GroupAdvantage(AdvantageEstimator):
         top_entropy_quantile: float | int = 1.0,
         choose: Callable[..., Tensor] | None = None,
     ) -> None:
-        known = (*group.ESTIMATORS, "opo", "gdpo")
-        if estimator not in known:
-            raise ValueError(f"estimator={estimator!r} is unknown; choose one of {', '.join(known)}")
+        if estimator not in group.ESTIMATORS:
+            raise ValueError(
+                f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
+            )
         if not 0 <= top_entropy_quantile <= 1:
             raise ValueError(
                 f"top_entropy_quantile must be between 0 and 1, got {top_entropy_quantile}; 1 learns from "
@@ -138,27 +139,30 @@ class GroupAdvantage(AdvantageEstimator):
             units [batch, 1], one row each; no returns.
         """
         rollout, given = experience.rollout, experience.rewards
-        rewards = (given.total - experience.kl_penalty.sum(dim=1)).view(-1, experience.group_size)
-        is_valid = torch.ones_like(rewards, dtype=torch.bool)
-        if given.is_failed is not None:
-            is_valid = ~given.is_failed.view_as(rewards)
         parts = {"total": given.total}
-        if self.estimator == "gdpo" and given.weights is not None:
+        if given.weights is not None:
             parts = {name: given.components[name] for name in given.weights}
             parts["penalties"] = given.total - given.scores
-        parts = {name: part.view_as(rewards) for name, part in parts.items()}
+        is_valid = (
+            torch.ones_like(rollout.response_mask[:, 0]) if given.is_failed is None else ~given.is_failed
+        )
+
+        def of_group(values: Tensor) -> Tensor:
+            return values.view(-1, experience.group_size)
+
+        groups = group.Groups(
+            rewards=of_group(given.total - experience.kl_penalty.sum(dim=1)),
+            is_valid=of_group(is_valid),
+            lengths=of_group(rollout.response_mask.sum(dim=1)),
+            parts={name: of_group(part) for name, part in parts.items()},
+            weights=given.weights or {},
+        )
         is_counted = experience.weights.is_counted
-        if self.filter_zero_std_groups:  # by R, because rewards with a KL are never equal
-            differs = [group.is_informative(part) for part in parts.values()]
-            is_kept = torch.stack(differs).any(dim=0).repeat_interleave(experience.group_size)
-            is_counted = is_counted & is_kept[:, None]
-        if self.estimator == "gdpo":
-            found = whiten(group.gdpo(parts, given.weights or {}, is_valid), is_valid)
-        elif self.estimator == "opo":
-            lengths = rollout.response_mask.sum(dim=1).view_as(rewards) * is_valid
-            found = group.opo(rewards, lengths).masked_fill(~is_valid, 0.0)
-        else:
-            found = group.without_failures(group.ESTIMATORS[self.estimator], rewards, is_valid)
+        if self.filter_zero_std_groups:  # without the KL, with which rewards are never equal
+            compared = groups.parts.values() if self.estimator in group.BY_PART else [of_group(given.total)]
+            differs = torch.stack([group.is_informative(rewards) for rewards in compared]).any(dim=0)
+            is_counted = is_counted & differs.repeat_interleave(experience.group_size)[:, None]
+        found = group.ESTIMATORS[self.estimator](groups)
         advantages = group.broadcast_to_response(found.flatten(), rollout.response_mask)
         if experience.entropy is not None:
             is_learned = has_high_entropy(experience.entropy, is_counted, self.top_entropy_quantile)

@@ -11,7 +11,7 @@ from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import TextConversations
-from lit_rlkv.experience.group_baselines import STD_FLOOR, centred
+from lit_rlkv.experience.gae import STD_FLOOR, whiten
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE, bounded, score
@@ -174,7 +174,7 @@ class RewardRule:
         weighted = weighted.masked_fill(is_failed, 0.0)
         total = weighted.clone()
         if config.normalize == "batch":
-            total[~is_failed] = normalise_batch(total[~is_failed])
+            total = whiten(total, ~is_failed)
         elif config.normalize == "running":
             self.moments.update(total[~is_failed])
             total = (total - self.moments.mean) / (self.moments.std + STD_FLOOR)
@@ -293,13 +293,6 @@ def imputed(
     )
     mean = torch.where(n_valid > 0, mean, mean_of_all)
     return torch.where(is_valid, groups, mean[:, None]).flatten()
-
-
-def normalise_batch(rewards: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    """Return (R − mean) / std over the batch, with the unbiased std; 0 where all rewards are equal."""
-    deviations = centred(rewards[None])[0]
-    variance = deviations.square().sum() / max(len(rewards) - 1, 1)
-    return deviations / (variance.sqrt() + STD_FLOOR)
 
 
 class RunningMoments:
