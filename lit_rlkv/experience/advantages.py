@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.checks import Range
 from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.experience import group_baselines as group
 from lit_rlkv.experience.batch import Experience
@@ -85,6 +86,12 @@ def _single_rows(rollout: Rollout) -> Int[Tensor, "batch 1"]:
     return torch.arange(len(rollout.input_ids), device=rollout.input_ids.device)[:, None]
 
 
+def _check_discounts(**discounts: float) -> None:
+    for name, value in discounts.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}={value} is no discount; give a number between 0 and 1")
+
+
 class GroupAdvantage(AdvantageEstimator):
     """Every response token gets the advantage of its response within its group.
 
@@ -112,11 +119,7 @@ class GroupAdvantage(AdvantageEstimator):
             raise ValueError(
                 f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
             )
-        if not 0 <= top_entropy_quantile <= 1:
-            raise ValueError(
-                f"top_entropy_quantile must be between 0 and 1, got {top_entropy_quantile}; 1 learns from "
-                "all tokens"
-            )
+        Range(least=0, most=1).check("top_entropy_quantile", top_entropy_quantile)
         self.top_entropy_quantile = top_entropy_quantile
         self.statistics = () if top_entropy_quantile == 1 else (ENTROPY,)
         self.estimator = estimator
@@ -143,9 +146,9 @@ class GroupAdvantage(AdvantageEstimator):
         if given.weights is not None:
             parts = {name: given.components[name] for name in given.weights}
             parts["penalties"] = given.total - given.scores
-        is_valid = (
-            torch.ones_like(rollout.response_mask[:, 0]) if given.is_failed is None else ~given.is_failed
-        )
+        is_valid = torch.ones_like(given.total, dtype=torch.bool)
+        if given.is_failed is not None:
+            is_valid = ~given.is_failed
 
         def of_group(values: Tensor) -> Tensor:
             return values.view(-1, experience.group_size)
@@ -189,9 +192,7 @@ class GAEAdvantage(AdvantageEstimator):
     needs = ("value",)
 
     def __init__(self, gamma: float | int, lam: float | int, whiten_advantages: bool = True) -> None:
-        for name, value in {"gamma": gamma, "lam": lam}.items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} is no discount; give a number between 0 and 1")
+        _check_discounts(gamma=gamma, lam=lam)
         self.gamma = gamma
         self.lam = lam
         self.whiten_advantages = whiten_advantages
@@ -239,8 +240,7 @@ class ReturnAdvantage(AdvantageEstimator):
     def __init__(
         self, gamma: float | int = 1.0, whiten_advantages: bool = True, greedy_baseline: bool = False
     ) -> None:
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma={gamma} is no discount; give a number between 0 and 1")
+        _check_discounts(gamma=gamma)
         self.gamma = gamma
         self.whiten_advantages = whiten_advantages
         self.needs_greedy = greedy_baseline

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from lightning import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -33,7 +33,7 @@ from lit_rlkv.models.eviction_logps import count_decisions
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from lit_rlkv.objectives.corrections import global_is_weights
+from lit_rlkv.objectives.corrections import ISWeights, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.planning.advice import explain_scoring, explain_update
 from lit_rlkv.rewards.manager import PendingRewards
@@ -151,17 +151,14 @@ class RolloutDataModule(L.LightningDataModule):
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
-        log_ratio = old_logps - rollout.rollout_logps
-        weights = global_is_weights(
-            self.correction.weight_fn, log_ratio, rollout.response_mask, self.run.ranks
-        )
+        weights, n_rounds = self._is_weights(old_logps, rollout), self._round + 1
         return replace(
-            found,
-            old_logps=old_logps,
-            weights=weights,
-            n_rounds=self._round + 1,
-            curriculum=more.curriculum,
+            found, old_logps=old_logps, weights=weights, n_rounds=n_rounds, curriculum=more.curriculum
         )
+
+    def _is_weights(self, old_logps: Tensor, rollout: Rollout) -> ISWeights:
+        log_ratio = old_logps - rollout.rollout_logps
+        return global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.run.ranks)
 
     def _collect(self) -> Experience:
         """Return one round of the iteration."""
@@ -190,23 +187,21 @@ class RolloutDataModule(L.LightningDataModule):
             scores = self._score(rollout, wanted, progress.advance)
             if found is not None:
                 learned = self._score(found[0], wanted & {"reward"}, progress.advance).get("reward")
-        old_logps = scores.get("policy", rollout.rollout_logps)
-        ref_logps = scores.get("reference")
         # 3. reward
+        baseline = None
         with self._phase("reward", len(pending) + len(greedy)) as progress:
-            rewards = self._rewarded(
-                pending, rollout, talks, scores.get("reward"), group_size, progress.advance
-            )
-            baseline = None
+            rewarded = partial(self._rewarded, on_progress=progress.advance)
+            rewards = rewarded(pending, rollout, talks, scores.get("reward"), group_size)
             if found is not None:
-                baseline = self._rewarded(greedy, *found, learned, 1, progress.advance)
+                baseline = rewarded(greedy, *found, learned, 1)
                 baseline = baseline.rows(torch.arange(len(problems)) // group_size)
                 rewards = replace(rewards, is_failed=_either(rewards.is_failed, baseline.is_failed))
         completions = pending.in_order()
         # 4. importance weights and KL
-        log_ratio = old_logps - rollout.rollout_logps
-        kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
+        old_logps, ref_logps = scores.get("policy", rollout.rollout_logps), scores.get("reference")
         verdicts = self.advantage.judge_all(problems, completions, group_size)
+        policy = self.roles.backbone("policy")
+        scorer = kv_scorer_of(policy) if self.trains_evictions else None
         return Experience(
             iteration=self.iteration,
             problems=problems,
@@ -216,11 +211,11 @@ class RolloutDataModule(L.LightningDataModule):
             has_eos=self._ended(rollout, talks),
             old_logps=old_logps,
             ref_logps=ref_logps,
-            kl_coef=kl_coef,
-            kl_penalty=kl_penalty,
+            kl_coef=self.kl.coef,
+            kl_penalty=self.kl.penalty(old_logps, ref_logps, response_mask),
             values=scores.get("value"),
             entropy=scores.get(ENTROPY),
-            weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.run.ranks),
+            weights=self._is_weights(old_logps, rollout),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
             verdicts=None if verdicts is None else verdicts.to(response_mask.device),
@@ -231,15 +226,10 @@ class RolloutDataModule(L.LightningDataModule):
             budget=self.budget.controlled,
             n_rounds=1 if self.algorithm.resample > 0 else None,
             curriculum=self._update_curriculum(problems[::group_size], rewards),
-            n_decisions=self._n_decisions(rollout),
+            n_decisions=None if scorer is None else count_decisions(rollout, policy, scorer),
             seed=self.run.cfg.seed,
             greedy_rewards=None if baseline is None else baseline.total,
         )
-
-    def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
-        backbone = self.roles.backbone("policy")
-        scorer = kv_scorer_of(backbone) if self.trains_evictions else None
-        return None if scorer is None else count_decisions(rollout, backbone, scorer)
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
@@ -293,8 +283,6 @@ class RolloutDataModule(L.LightningDataModule):
         is_response = rollout.attention_mask & (rollout.response_mask.cumsum(dim=1) > 0)
         return self.reward.from_completions(
             self.task,
-            pending.problems,
-            pending.in_order(),
             pending,
             learned,
             talks,
@@ -320,12 +308,8 @@ class RolloutDataModule(L.LightningDataModule):
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
         stacks_passes = self.roles_config.stack_passes
-        with explain_out_of_memory(
-            lambda: explain_scoring(
-                self._shape, self.settings, self.tokens_per_pass, stacks_passes=stacks_passes
-            ),
-            self.tokens_at_once,
-        ):
+        explain = partial(explain_scoring, self._shape, self.settings, self.tokens_per_pass)
+        with explain_out_of_memory(partial(explain, stacks_passes=stacks_passes), self.tokens_at_once):
             return score_rollout(
                 self.roles,
                 rollout,
