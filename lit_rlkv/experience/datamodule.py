@@ -96,8 +96,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.splitter = MinibatchSplitter(run, module, self.advantage, tokens_per_pass)
         self.n_shards = self.splitter.n_shards
         self.iteration = 0
-        self._round = 0
-        """Rounds of this iteration before the present one."""
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
         self.sources: dict[str, str] = {}
@@ -133,34 +131,30 @@ class RolloutDataModule(L.LightningDataModule):
         for round_number in range(1, self.algorithm.resample + 1):
             if not has_equal_groups(experience):
                 break
-            self._round = round_number
-            experience = self._resample(experience)
-        self._round = 0
+            experience = self._resample(experience, round_number)
         # Before that the policy does not learn.
         if self.iteration >= self.algorithm.critic_warmup:
             mask = experience.rollout.response_mask
             self.kl.update(experience.old_logps, experience.ref_logps, mask, self.run.ranks)
         return experience
 
-    def _resample(self, experience: Experience) -> Experience:
+    def _resample(self, experience: Experience, round_number: int) -> Experience:
         """Replace groups whose rewards are all equal by groups of new prompts."""
-        more = self._collect()
+        more = self._collect(round_number)
         n_shards = self.n_shards // self.run.ranks.size
         found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id, n_shards)
         rollout = found.rollout
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
-        weights, n_rounds = self._is_weights(old_logps, rollout), self._round + 1
-        return replace(
-            found, old_logps=old_logps, weights=weights, n_rounds=n_rounds, curriculum=more.curriculum
-        )
+        changed = {"old_logps": old_logps, "weights": self._is_weights(old_logps, rollout)}
+        return replace(found, **changed, n_rounds=round_number + 1, curriculum=more.curriculum)
 
     def _is_weights(self, old_logps: Tensor, rollout: Rollout) -> ISWeights:
         log_ratio = old_logps - rollout.rollout_logps
         return global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.run.ranks)
 
-    def _collect(self) -> Experience:
+    def _collect(self, round_number: int = 0) -> Experience:
         """Return one round of the iteration."""
         group_size = self.algorithm.group_size
         # 1. sample; reward functions score each response from its end on
@@ -169,7 +163,7 @@ class RolloutDataModule(L.LightningDataModule):
         pending = self.rewards.begin(problems)
         greedy = self.rewards.begin(problems[::group_size] if self.advantage.needs_greedy else ())
         n_responses = len(problems) + len(greedy.problems)
-        draw = (self.iteration,) if self._round == 0 else (self.iteration, "round", self._round)
+        draw = (self.iteration,) if round_number == 0 else (self.iteration, "round", round_number)
         n_tokens = n_responses * self.settings.max_new_tokens
         with self._phase("rollout", n_tokens) as progress, acting_as(self.roles, "policy") as backbone:
             sample = partial(
@@ -237,8 +231,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def tokens_at_once(self) -> int:
         """Return the tokens of the largest pass over the latest rollout."""
-        n_rows, n_columns = self._shape
-        return min(self.tokens_per_pass, n_rows * n_columns)
+        return min(self.tokens_per_pass, math.prod(self._shape))
 
     def _next_prompts(self) -> dict[int, list[Problem]]:
         """Return this rank's next problems by shard; every shard gets equally many.
