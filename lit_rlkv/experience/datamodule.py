@@ -147,8 +147,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
-        changed = {"old_logps": old_logps, "weights": self._is_weights(old_logps, rollout)}
-        return replace(found, **changed, n_rounds=round_number + 1, curriculum=more.curriculum)
+        found = replace(found, old_logps=old_logps, weights=self._is_weights(old_logps, rollout))
+        return replace(found, n_rounds=round_number + 1, curriculum=more.curriculum)
 
     def _is_weights(self, old_logps: Tensor, rollout: Rollout) -> ISWeights:
         log_ratio = old_logps - rollout.rollout_logps
