@@ -219,7 +219,7 @@ def test_every_policy_runs_in_mixed_precision(sft_runs, policy):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *map(slow, ("dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_plain", "gspo", "cispo")),
+        *map(slow, ("dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++_plain", "gspo", "cispo", "remax")),
         "ppo",
         *map(slow, ("dppo_tv", "dppo_kl", "sapo", "gpg", "geo_mean", "kl_cov", "opo", "gdpo")),
         "clip_cov",

@@ -42,6 +42,8 @@ def rollout_statistics(experience: Experience) -> dict[str, float]:
     }
     if ENVIRONMENT in experience.rewards.components:
         scalars["completions/mean_turns"] = turn_starts(rollout.response_mask).sum(dim=1).float().mean()
+    if experience.greedy_rewards is not None:
+        scalars["reward/greedy"] = experience.greedy_rewards.mean()
     budget = {} if experience.budget is None else {"kv/budget": float(experience.budget)}
     rounds = {} if experience.n_rounds is None else {"rollout/rounds": float(experience.n_rounds)}
     own = {**budget, **rounds, **experience.curriculum}

@@ -224,6 +224,11 @@ def _check_losses(cfg: Config) -> None:
         "gdpo scales each part of the reward to one std; use reward.normalize=none, reward.clip=null and "
         f"algorithm.kl.place=loss, got {reward.normalize}, {show(reward.clip)} and {kl.place}",
     )
+    require(
+        not cfg.algorithm.advantage.get("greedy_baseline") or reward.normalize == "none",
+        "greedy_baseline compares rewards with those of greedy responses, which reward.normalize="
+        f"{reward.normalize} would scale in another way; use reward.normalize=none",
+    )
     longest, buffer = cfg.rollout.max_new_tokens, cfg.reward.overlong_buffer
     require(
         buffer is None or buffer <= longest,

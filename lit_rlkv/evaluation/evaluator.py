@@ -289,7 +289,7 @@ class Evaluator:
         learned = self._scores(rollout, "reward").float().cpu() if "reward" in self.roles.needed else None
         pending = self.rewards.ask(asked, completions, names)
         talks = [] if talk is None else [talk]
-        components, _ = scored(self.task, asked, completions, pending, learned, talks)
+        components, _ = scored(self.task, pending, learned, talks)
         rewards = self.rule.weighted(components)
         scores = rewards if self.accuracy is None else components[self.accuracy]
         if talk is not None:  # a response whose environment failed has no score

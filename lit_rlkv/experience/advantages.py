@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_rlkv.checks import Range
 from lit_rlkv.config.schema import AlgorithmConfig
 from lit_rlkv.experience import group_baselines as group
 from lit_rlkv.experience.batch import Experience
@@ -44,6 +45,8 @@ class AdvantageEstimator(ABC):
     """Roles that must score each rollout, for example `("value",)`."""
     statistics: tuple[str, ...] = ()
     """Statistics of the policy to score each rollout for: `lit_rlkv.experience.score.ENTROPY`, or none."""
+    needs_greedy = False
+    """True to sample a greedy response to each prompt, for its reward alone."""
     min_group_size = 1
     gamma: float | int = 1.0
 
@@ -83,11 +86,17 @@ def _single_rows(rollout: Rollout) -> Int[Tensor, "batch 1"]:
     return torch.arange(len(rollout.input_ids), device=rollout.input_ids.device)[:, None]
 
 
+def _check_discounts(**discounts: float) -> None:
+    for name, value in discounts.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}={value} is no discount; give a number between 0 and 1")
+
+
 class GroupAdvantage(AdvantageEstimator):
     """Every response token gets the advantage of its response within its group.
 
     Args:
-        estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`, or its `opo` or `gdpo`.
+        estimator: one of `lit_rlkv.experience.group_baselines.ESTIMATORS`.
         filter_zero_std_groups: drop groups whose rewards are all equal, as DAPO does (arXiv:2503.14476).
         top_entropy_quantile: share of the response tokens, those of the highest entropy, that the policy's
             objective learns from; see `has_high_entropy`. The others stay in denominators, as in TRL.
@@ -106,14 +115,11 @@ class GroupAdvantage(AdvantageEstimator):
         top_entropy_quantile: float | int = 1.0,
         choose: Callable[..., Tensor] | None = None,
     ) -> None:
-        known = (*group.ESTIMATORS, "opo", "gdpo")
-        if estimator not in known:
-            raise ValueError(f"estimator={estimator!r} is unknown; choose one of {', '.join(known)}")
-        if not 0 <= top_entropy_quantile <= 1:
+        if estimator not in group.ESTIMATORS:
             raise ValueError(
-                f"top_entropy_quantile must be between 0 and 1, got {top_entropy_quantile}; 1 learns from "
-                "all tokens"
+                f"estimator={estimator!r} is unknown; choose one of {', '.join(group.ESTIMATORS)}"
             )
+        Range(least=0, most=1).check("top_entropy_quantile", top_entropy_quantile)
         self.top_entropy_quantile = top_entropy_quantile
         self.statistics = () if top_entropy_quantile == 1 else (ENTROPY,)
         self.estimator = estimator
@@ -136,34 +142,37 @@ class GroupAdvantage(AdvantageEstimator):
             units [batch, 1], one row each; no returns.
         """
         rollout, given = experience.rollout, experience.rewards
-        rewards = (given.total - experience.kl_penalty.sum(dim=1)).view(-1, experience.group_size)
-        is_valid = torch.ones_like(rewards, dtype=torch.bool)
-        if given.is_failed is not None:
-            is_valid = ~given.is_failed.view_as(rewards)
         parts = {"total": given.total}
-        if self.estimator == "gdpo" and given.weights is not None:
+        if given.weights is not None:
             parts = {name: given.components[name] for name in given.weights}
             parts["penalties"] = given.total - given.scores
-        parts = {name: part.view_as(rewards) for name, part in parts.items()}
+        is_valid = torch.ones_like(given.total, dtype=torch.bool)
+        if given.is_failed is not None:
+            is_valid = ~given.is_failed
+
+        def of_group(values: Tensor) -> Tensor:
+            return values.view(-1, experience.group_size)
+
+        groups = group.Groups(
+            rewards=of_group(given.total - experience.kl_penalty.sum(dim=1)),
+            is_valid=of_group(is_valid),
+            lengths=of_group(rollout.response_mask.sum(dim=1)),
+            parts={name: of_group(part) for name, part in parts.items()},
+            weights=given.weights or {},
+        )
         is_counted = experience.weights.is_counted
-        if self.filter_zero_std_groups:  # by R, because rewards with a KL are never equal
-            differs = [group.is_informative(part) for part in parts.values()]
-            is_kept = torch.stack(differs).any(dim=0).repeat_interleave(experience.group_size)
-            is_counted = is_counted & is_kept[:, None]
-        if self.estimator == "gdpo":
-            found = whiten(group.gdpo(parts, given.weights or {}, is_valid), is_valid)
-        elif self.estimator == "opo":
-            lengths = rollout.response_mask.sum(dim=1).view_as(rewards) * is_valid
-            found = group.opo(rewards, lengths).masked_fill(~is_valid, 0.0)
-        else:
-            found = group.without_failures(group.ESTIMATORS[self.estimator], rewards, is_valid)
+        if self.filter_zero_std_groups:  # without the KL, with which rewards are never equal
+            compared = groups.parts.values() if self.estimator in group.BY_PART else [of_group(given.total)]
+            differs = torch.stack([group.is_informative(rewards) for rewards in compared]).any(dim=0)
+            is_counted = is_counted & differs.repeat_interleave(experience.group_size)[:, None]
+        found = group.ESTIMATORS[self.estimator](groups)
         advantages = group.broadcast_to_response(found.flatten(), rollout.response_mask)
         if experience.entropy is not None:
             is_learned = has_high_entropy(experience.entropy, is_counted, self.top_entropy_quantile)
             advantages = advantages.masked_fill(~is_learned, 0.0)
         is_chosen = None
         if self.choose is not None:
-            draws = stream(0, "choose", experience.iteration)
+            draws = stream(experience.seed, "choose", experience.iteration)
             is_chosen = self.choose(advantages, experience.old_logps, is_counted, draws)
         return Advantages(advantages, is_counted, _single_rows(rollout), is_chosen=is_chosen)
 
@@ -183,9 +192,7 @@ class GAEAdvantage(AdvantageEstimator):
     needs = ("value",)
 
     def __init__(self, gamma: float | int, lam: float | int, whiten_advantages: bool = True) -> None:
-        for name, value in {"gamma": gamma, "lam": lam}.items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} is no discount; give a number between 0 and 1")
+        _check_discounts(gamma=gamma, lam=lam)
         self.gamma = gamma
         self.lam = lam
         self.whiten_advantages = whiten_advantages
@@ -224,19 +231,24 @@ class ReturnAdvantage(AdvantageEstimator):
     Args:
         gamma: discount per response token.
         whiten_advantages: scale the returns to mean 0 and standard deviation 1.
+        greedy_baseline: subtract the reward of a greedy response to the prompt, as ReMax (arXiv:2310.10505).
 
     Raises:
         ValueError: `gamma` is not between 0 and 1.
     """
 
-    def __init__(self, gamma: float | int = 1.0, whiten_advantages: bool = True) -> None:
-        if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma={gamma} is no discount; give a number between 0 and 1")
+    def __init__(
+        self, gamma: float | int = 1.0, whiten_advantages: bool = True, greedy_baseline: bool = False
+    ) -> None:
+        _check_discounts(gamma=gamma)
         self.gamma = gamma
         self.whiten_advantages = whiten_advantages
+        self.needs_greedy = greedy_baseline
 
     def compute(self, experience: Experience) -> Advantages:
         """Return Σ_n γ^n·r_{t+n} at each token, of r_t = −β·KL_t plus the total reward at the last token.
+
+        As in verl, the KL of the greedy response is not in the baseline.
 
         Returns:
             Advantages [batch, seq], 0 outside `response_mask`, in standard deviations or the reward's unit;
@@ -245,6 +257,9 @@ class ReturnAdvantage(AdvantageEstimator):
         rollout, is_counted = experience.rollout, experience.weights.is_counted
         rewards = token_rewards(experience.rewards.total, rollout.response_mask, experience.kl_penalty)
         sums = discounted_sums(rewards, rollout.response_mask, self.gamma)
+        if self.needs_greedy:
+            assert experience.greedy_rewards is not None
+            sums = sums - group.broadcast_to_response(experience.greedy_rewards, rollout.response_mask)
         advantages = whiten(sums, is_counted) if self.whiten_advantages else sums
         return Advantages(advantages, is_counted, _single_rows(rollout))
 

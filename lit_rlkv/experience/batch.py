@@ -1,6 +1,6 @@
 """Experience: the rollout of one iteration with its log-probs, rewards, values and importance weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
 from lit_rlkv.objectives.corrections import ISWeights
-from lit_rlkv.types import Problem, Rewards, Rollout
+from lit_rlkv.types import Problem, Rewards, Rollout, TensorBatch
 
 
 @dataclass(frozen=True)
-class Experience:
+class Experience(TensorBatch):
     """The rollout of one iteration with its scores and rewards; read-only."""
 
     iteration: int
@@ -56,6 +56,10 @@ class Experience:
     """Metrics of the curriculum after the rollout; empty without one."""
     n_decisions: Int[Tensor, " batch"] | None = None
     """Evictions of each row, counted by KV head and compaction; None if they are not learned from."""
+    greedy_rewards: Float[Tensor, " batch"] | None = None
+    """Reward of a greedy response to the prompt of each row; None if nothing needs it."""
+    seed: int = 0
+    """Seed of the run."""
     ranks: Ranks = SINGLE_PROCESS
     """The processes that share an iteration; each has its own rows."""
 
@@ -65,35 +69,13 @@ class Experience:
 
     @cached_property
     def _gathered(self) -> "Experience":
-        gather = self.ranks.all_gather
-        weights = self.weights
-        return replace(
+        light = replace(
             self,
             problems=(),
             completions=(),
             transcripts=(),
-            rollout=gather_rollout(self.rollout, self.ranks),
-            rewards=self.rewards.map_tensors(gather),
-            has_eos=gather(self.has_eos),
-            old_logps=gather(self.old_logps),
-            ref_logps=_each(gather, self.ref_logps),
-            kl_penalty=gather(self.kl_penalty),
-            values=_each(gather, self.values),
-            entropy=_each(gather, self.entropy),
-            weights=ISWeights(gather(weights.weight), gather(weights.is_counted)),
-            verdicts=_each(gather, self.verdicts),
-            n_decisions=_each(gather, self.n_decisions),
+            rollout=self.rollout.without_records(),
             ranks=SINGLE_PROCESS,
-        )
-
-
-def _each(change: Callable[[Tensor], Tensor], values: Tensor | None) -> Tensor | None:
-    return None if values is None else change(values)
-
-
-def gather_rollout(rollout: Rollout, ranks: Ranks) -> Rollout:
-    """Return the rows of every rank without their records; `kv_bytes` is the sum over the ranks."""
-    light = rollout.without_records()
-    return replace(
-        light.map_tensors(ranks.all_gather), kv_bytes=sum(ranks.all_gather_object([rollout.kv_bytes]))
-    )
+        ).map_tensors(self.ranks.all_gather)
+        kv_bytes = sum(self.ranks.all_gather_object([self.rollout.kv_bytes]))
+        return replace(light, rollout=replace(light.rollout, kv_bytes=kv_bytes))

@@ -1,7 +1,7 @@
 """RolloutDataModule: samples with the current policy; each epoch of its loader is one iteration of RL."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from lightning import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -33,9 +33,10 @@ from lit_rlkv.models.eviction_logps import count_decisions
 from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.kv_scorer import kv_scorer_of
 from lit_rlkv.models.packing import TOKENS_PER_PASS
-from lit_rlkv.objectives.corrections import global_is_weights
+from lit_rlkv.objectives.corrections import ISWeights, global_is_weights
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.planning.advice import explain_scoring, explain_update
+from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rng import derive_seed
 from lit_rlkv.rollout.turns import last_turn
 from lit_rlkv.trainer import call
@@ -95,8 +96,6 @@ class RolloutDataModule(L.LightningDataModule):
         self.splitter = MinibatchSplitter(run, module, self.advantage, tokens_per_pass)
         self.n_shards = self.splitter.n_shards
         self.iteration = 0
-        self._round = 0
-        """Rounds of this iteration before the present one."""
         self._shape = (0, 0)
         """Rows and columns of the latest rollout."""
         self.sources: dict[str, str] = {}
@@ -132,91 +131,85 @@ class RolloutDataModule(L.LightningDataModule):
         for round_number in range(1, self.algorithm.resample + 1):
             if not has_equal_groups(experience):
                 break
-            self._round = round_number
-            experience = self._resample(experience)
-        self._round = 0
+            experience = self._resample(experience, round_number)
         # Before that the policy does not learn.
         if self.iteration >= self.algorithm.critic_warmup:
             mask = experience.rollout.response_mask
             self.kl.update(experience.old_logps, experience.ref_logps, mask, self.run.ranks)
         return experience
 
-    def _resample(self, experience: Experience) -> Experience:
+    def _resample(self, experience: Experience, round_number: int) -> Experience:
         """Replace groups whose rewards are all equal by groups of new prompts."""
-        more = self._collect()
+        more = self._collect(round_number)
         n_shards = self.n_shards // self.run.ranks.size
         found = replace_equal_groups(experience, more, self.tokenizer.pad_token_id, n_shards)
         rollout = found.rollout
         self._shape = (len(rollout.input_ids), rollout.input_ids.shape[1])
         # Diagnostics know by its being the sampler's that the policy has not scored the rollout.
         old_logps = rollout.rollout_logps if self.correction.bypass_mode else found.old_logps
-        log_ratio = old_logps - rollout.rollout_logps
-        weights = global_is_weights(
-            self.correction.weight_fn, log_ratio, rollout.response_mask, self.run.ranks
-        )
-        return replace(
-            found,
-            old_logps=old_logps,
-            weights=weights,
-            n_rounds=self._round + 1,
-            curriculum=more.curriculum,
-        )
+        found = replace(found, old_logps=old_logps, weights=self._is_weights(old_logps, rollout))
+        return replace(found, n_rounds=round_number + 1, curriculum=more.curriculum)
 
-    def _collect(self) -> Experience:
+    def _is_weights(self, old_logps: Tensor, rollout: Rollout) -> ISWeights:
+        log_ratio = old_logps - rollout.rollout_logps
+        return global_is_weights(self.correction.weight_fn, log_ratio, rollout.response_mask, self.run.ranks)
+
+    def _collect(self, round_number: int = 0) -> Experience:
         """Return one round of the iteration."""
         group_size = self.algorithm.group_size
         # 1. sample; reward functions score each response from its end on
         prompts = self._next_prompts()
         problems = [problem for shard in prompts.values() for problem in shard for _ in range(group_size)]
         pending = self.rewards.begin(problems)
-        draw = (self.iteration,) if self._round == 0 else (self.iteration, "round", self._round)
-        n_tokens = len(problems) * self.settings.max_new_tokens
+        greedy = self.rewards.begin(problems[::group_size] if self.advantage.needs_greedy else ())
+        n_responses = len(problems) + len(greedy.problems)
+        draw = (self.iteration,) if round_number == 0 else (self.iteration, "round", round_number)
+        n_tokens = n_responses * self.settings.max_new_tokens
         with self._phase("rollout", n_tokens) as progress, acting_as(self.roles, "policy") as backbone:
-            rollout, talks = sample_groups(
-                self.run, backbone, self.cache, prompts, pending, draw, progress.advance
+            sample = partial(
+                sample_groups, self.run, backbone, self.cache, prompts, on_progress=progress.advance
             )
+            rollout, talks = sample(pending, draw)
+            found = sample(greedy, ("greedy", *draw), is_greedy=True) if greedy.problems else None
         response_mask = rollout.response_mask
         self._shape = (len(response_mask), response_mask.shape[1])
-        completions = [pending.completions[row] for row in range(len(problems))]
-        has_eos = self._ended(rollout, talks)
         # 2. score
-        with self._phase("score", len(problems)) as progress:
-            scores = self._score(rollout, progress.advance)
-        old_logps = scores.get("policy", rollout.rollout_logps)
-        ref_logps = scores.get("reference")
+        wanted = {*self.roles.needed, *self.advantage.statistics}
+        if self.correction.bypass_mode:
+            wanted.remove("policy")  # π_old is the sampler
+        with self._phase("score", n_responses) as progress:
+            scores = self._score(rollout, wanted, progress.advance)
+            if found is not None:
+                learned = self._score(found[0], wanted & {"reward"}, progress.advance).get("reward")
         # 3. reward
-        with self._phase("reward", len(pending)) as progress:
-            rewards = self.reward.from_completions(
-                self.task,
-                problems,
-                completions,
-                pending,
-                scores.get("reward"),
-                talks,
-                has_eos,
-                (rollout.attention_mask & (response_mask.cumsum(dim=1) > 0)).sum(dim=1),
-                group_size,
-                self.run.ranks,
-                progress.advance,
-            )
+        baseline = None
+        with self._phase("reward", len(pending) + len(greedy)) as progress:
+            rewarded = partial(self._rewarded, on_progress=progress.advance)
+            rewards = rewarded(pending, rollout, talks, scores.get("reward"), group_size)
+            if found is not None:
+                baseline = rewarded(greedy, *found, learned, 1)
+                baseline = baseline.rows(torch.arange(len(problems)) // group_size)
+                rewards = replace(rewards, is_failed=_either(rewards.is_failed, baseline.is_failed))
+        completions = pending.in_order()
         # 4. importance weights and KL
-        log_ratio = old_logps - rollout.rollout_logps
-        kl_coef, kl_penalty = self.kl.coef, self.kl.penalty(old_logps, ref_logps, response_mask)
+        old_logps, ref_logps = scores.get("policy", rollout.rollout_logps), scores.get("reference")
         verdicts = self.advantage.judge_all(problems, completions, group_size)
+        policy = self.roles.backbone("policy")
+        scorer = kv_scorer_of(policy) if self.trains_evictions else None
         return Experience(
             iteration=self.iteration,
             problems=problems,
             completions=completions,
             rollout=rollout,
             rewards=rewards,
-            has_eos=has_eos,
+            has_eos=self._ended(rollout, talks),
             old_logps=old_logps,
             ref_logps=ref_logps,
-            kl_coef=kl_coef,
-            kl_penalty=kl_penalty,
+            kl_coef=self.kl.coef,
+            kl_penalty=self.kl.penalty(old_logps, ref_logps, response_mask),
             values=scores.get("value"),
             entropy=scores.get(ENTROPY),
-            weights=global_is_weights(self.correction.weight_fn, log_ratio, response_mask, self.run.ranks),
+            weights=self._is_weights(old_logps, rollout),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
             verdicts=None if verdicts is None else verdicts.to(response_mask.device),
@@ -227,13 +220,10 @@ class RolloutDataModule(L.LightningDataModule):
             budget=self.budget.controlled,
             n_rounds=1 if self.algorithm.resample > 0 else None,
             curriculum=self._update_curriculum(problems[::group_size], rewards),
-            n_decisions=self._n_decisions(rollout),
+            n_decisions=None if scorer is None else count_decisions(rollout, policy, scorer),
+            seed=self.run.cfg.seed,
+            greedy_rewards=None if baseline is None else baseline.total,
         )
-
-    def _n_decisions(self, rollout: Rollout) -> Int[Tensor, " batch"] | None:
-        backbone = self.roles.backbone("policy")
-        scorer = kv_scorer_of(backbone) if self.trains_evictions else None
-        return None if scorer is None else count_decisions(rollout, backbone, scorer)
 
     def explain_update(self) -> str:
         """Return the text of an out-of-memory error in the updates on the latest rollout."""
@@ -241,8 +231,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def tokens_at_once(self) -> int:
         """Return the tokens of the largest pass over the latest rollout."""
-        n_rows, n_columns = self._shape
-        return min(self.tokens_per_pass, n_rows * n_columns)
+        return min(self.tokens_per_pass, math.prod(self._shape))
 
     def _next_prompts(self) -> dict[int, list[Problem]]:
         """Return this rank's next problems by shard; every shard gets equally many.
@@ -275,8 +264,32 @@ class RolloutDataModule(L.LightningDataModule):
         has_eos = is_last.any(dim=1)
         return has_eos & ~torch.cat([talk.is_cut for talk in talks]).to(has_eos.device) if talks else has_eos
 
-    def _score(self, rollout: Rollout, on_progress: Callable[[int], object]) -> dict[str, Tensor]:
-        """Return log-probs, values or rewards by role; without "policy" if π_old is the sampler."""
+    def _rewarded(
+        self,
+        pending: PendingRewards,
+        rollout: Rollout,
+        talks: Sequence[TextConversations],
+        learned: Tensor | None,
+        group_size: int,
+        on_progress: Callable[[int], object],
+    ) -> Rewards:
+        is_response = rollout.attention_mask & (rollout.response_mask.cumsum(dim=1) > 0)
+        return self.reward.from_completions(
+            self.task,
+            pending,
+            learned,
+            talks,
+            self._ended(rollout, talks),
+            is_response.sum(dim=1),
+            group_size,
+            self.run.ranks,
+            on_progress,
+        )
+
+    def _score(
+        self, rollout: Rollout, wanted: Collection[str], on_progress: Callable[[int], object]
+    ) -> dict[str, Tensor]:
+        """Return log-probs, values or rewards by role."""
         replay = self.correction.replays
         # Under an exact cache both views are the same, and roles with the same view share a forward.
         dense_view = replay and self.cache.is_exact
@@ -287,16 +300,9 @@ class RolloutDataModule(L.LightningDataModule):
             "reward": dense_view,
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
-        wanted = {*self.roles.needed, *self.advantage.statistics}
-        if self.correction.bypass_mode:
-            wanted.remove("policy")  # π_old is the sampler
         stacks_passes = self.roles_config.stack_passes
-        with explain_out_of_memory(
-            lambda: explain_scoring(
-                self._shape, self.settings, self.tokens_per_pass, stacks_passes=stacks_passes
-            ),
-            self.tokens_at_once,
-        ):
+        explain = partial(explain_scoring, self._shape, self.settings, self.tokens_per_pass)
+        with explain_out_of_memory(partial(explain, stacks_passes=stacks_passes), self.tokens_at_once):
             return score_rollout(
                 self.roles,
                 rollout,
@@ -336,6 +342,10 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward.load_state_dict(state_dict["reward"])
         if "budget" in state_dict:  # not in checkpoints of earlier versions
             self.budget.load_state_dict(state_dict["budget"])
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first | second
 
 
 class _Minibatches(IterableDataset[TrainBatch]):

@@ -5,12 +5,15 @@ from one response token to the next, whatever was given between them. V after th
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rlkv.experience.group_baselines import STD_FLOOR
-from lit_rlkv.objectives.reduction import masked_mean, masked_sum, response_first
+from lit_rlkv.objectives.reduction import response_first
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviation, as in TRL. Equal rewards have advantage 0, however large they are, because
+`centred` leaves no rounding error for this small number to magnify."""
 
 
 def token_rewards(
@@ -75,16 +78,32 @@ def returns(
     return torch.where(response_mask, advantages + values, 0.0)
 
 
-def whiten(
-    advantages: Float[Tensor, "*shape"], is_counted: Bool[Tensor, "*shape"]
+def centred(
+    values: Float[Tensor, "*shape"], weights: Num[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "*shape"]:
-    """Return (A − mean) / unbiased std over the counted entries; 0 elsewhere, or if all are equal."""
-    # From the smallest first: equal numbers less their rounded mean would leave a rest, as in `centred`.
-    origin = advantages.masked_fill(~is_counted, float("inf")).min()
-    differences = (advantages - origin).masked_fill(~is_counted, 0.0)
-    centred = (differences - masked_mean(differences, is_counted)).masked_fill(~is_counted, 0.0)
-    variance = masked_sum(centred.square(), is_counted) / (is_counted.sum() - 1).clamp(min=1)
-    return centred / (variance.sqrt() + STD_FLOOR)
+    """Return values less their weighted mean, along `dim` or over all; 0 where the weight is 0."""
+    is_in, dims = weights > 0, tuple(range(values.ndim)) if dim is None else (dim,)
+    # Differences of equal numbers are 0; their mean is rounded, so subtracting it alone would leave a rest.
+    least = values.masked_fill(~is_in, torch.inf).amin(dims, keepdim=True)
+    differences = (values - least).masked_fill(~is_in, 0.0)
+    total = weights.sum(dims, keepdim=True).clamp(min=1)
+    return (differences - (weights * differences).sum(dims, keepdim=True) / total).masked_fill(~is_in, 0.0)
+
+
+def standard_deviation(
+    values: Float[Tensor, "*shape"], is_counted: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "*shape"]:
+    """Return the unbiased standard deviation of the counted entries, in all dimensions; 0 of a single one."""
+    dims = tuple(range(values.ndim)) if dim is None else (dim,)
+    squares = centred(values, is_counted, dim).square().sum(dims, keepdim=True)
+    return (squares / (is_counted.sum(dims, keepdim=True) - 1).clamp(min=1)).sqrt()
+
+
+def whiten(
+    values: Float[Tensor, "*shape"], is_counted: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "*shape"]:
+    """Return (value − mean) / std of the counted entries; 0 elsewhere, or if all are equal; see `centred`."""
+    return centred(values, is_counted, dim) / (standard_deviation(values, is_counted, dim) + STD_FLOOR)
 
 
 def explained_variance(

@@ -1,128 +1,107 @@
 """Group baselines: advantages of a response over the other responses to the prompt."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-STD_FLOOR = 1e-4
-"""Added to the standard deviation, as in TRL. Equal rewards have advantage 0, however large they are, because
-`centred` leaves no rounding error for this small number to magnify."""
+from lit_rlkv.experience.gae import STD_FLOOR, centred, standard_deviation, whiten
 
 
-def grpo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+@dataclass(frozen=True)
+class Groups:
+    """The rewards of all responses, a row for each prompt, and what a baseline may weigh them by."""
+
+    rewards: Float[Tensor, "prompt group"]
+    """Total rewards, less the KL of a response if that is part of the reward."""
+    is_valid: Bool[Tensor, "prompt group"]
+    """False where the reward failed: that response gets advantage 0 and enters no baseline."""
+    lengths: Int[Tensor, "prompt group"]
+    """Response tokens."""
+    parts: Mapping[str, Float[Tensor, "prompt group"]]
+    """Parts of the reward without the KL: the components and penalties, or the total alone."""
+    weights: Mapping[str, float | int]
+    """Weights of the parts; 1 for those that it lacks."""
+
+
+def grpo(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return (R − mean) / std within the group, unbiased std (arXiv:2402.03300)."""
-    advantages = centred(rewards)
-    return advantages / (advantages.std(dim=1, keepdim=True) + STD_FLOOR)
+    return whiten(groups.rewards, groups.is_valid, dim=1)
 
 
-def centred(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+def dr_grpo(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return R − mean within the group, without a std: Dr. GRPO (arXiv:2503.20783)."""
-    # Differences of equal numbers are 0; their mean is rounded, so subtracting it alone would leave a rest.
-    differences = rewards - rewards[:, :1]
-    return differences - differences.mean(dim=1, keepdim=True)
+    return centred(groups.rewards, groups.is_valid, dim=1)
 
 
-def rloo(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+def rloo(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return R − mean of the other responses (arXiv:2402.14740): centred, times n / (n − 1)."""
-    n = rewards.shape[1]
-    return centred(rewards) * n / (n - 1)
+    n = groups.is_valid.sum(dim=1, keepdim=True)
+    return dr_grpo(groups) * n / (n - 1).clamp(min=1)
 
 
-def reinforce_pp(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+def reinforce_pp(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return (R − group mean) / std of the batch: REINFORCE++ with baseline (arXiv:2501.03262).
 
     The std is over responses; verl takes it over tokens, which counts long responses more.
     """
-    advantages = centred(rewards)
-    return advantages / (advantages.std() + STD_FLOOR)
+    advantages = dr_grpo(groups)
+    return advantages / (standard_deviation(advantages, groups.is_valid) + STD_FLOOR)
 
 
-def batch_std(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+def batch_std(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return (R − group mean) / std of all rewards of the batch: `scale_rewards=batch` of TRL.
 
     Different prompts spread the rewards of a batch, so it is never below `reinforce_pp`'s std.
     """
-    return centred(rewards) / (rewards.std() + STD_FLOOR)
+    return dr_grpo(groups) / (standard_deviation(groups.rewards, groups.is_valid) + STD_FLOOR)
 
 
-def gpg(rewards: Float[Tensor, "prompt group"]) -> Float[Tensor, "prompt group"]:
+def gpg(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return (R − group mean)·n / #(R ≠ 0) over the batch, as verl does for GPG (arXiv:2504.02546).
 
     The paper makes up for groups that teach nothing; this counts wrong responses, if their reward is 0.
     """
-    return centred(rewards) / _nonzero_share(rewards)
+    n_nonzero = ((groups.rewards != 0) & groups.is_valid).sum().clamp(min=1)
+    return dr_grpo(groups) * groups.is_valid.sum() / n_nonzero
 
 
-def _nonzero_share(rewards: Tensor) -> Tensor:
-    return (rewards != 0).sum().clamp(min=1) / rewards.numel()
-
-
-def opo(
-    rewards: Float[Tensor, "prompt group"], lengths: Int[Tensor, "prompt group"]
-) -> Float[Tensor, "prompt group"]:
+def opo(groups: Groups) -> Float[Tensor, "prompt group"]:
     """Return R − Σ length·R / Σ length within the group (arXiv:2505.23585)."""
-    differences = rewards - rewards[:, :1]  # exact for equal rewards, as in `centred`
-    total = lengths.sum(dim=1, keepdim=True).clamp(min=1)
-    return differences - (lengths * differences).sum(dim=1, keepdim=True) / total
+    return centred(groups.rewards, groups.lengths * groups.is_valid, dim=1)
 
 
-def gdpo(
-    parts: Mapping[str, Tensor], weights: Mapping[str, float | int], is_valid: Bool[Tensor, "prompt group"]
-) -> Float[Tensor, "prompt group"]:
-    """Return Σ weight·`grpo`(part), which GDPO whitens over the responses of the batch (arXiv:2601.05242).
+def gdpo(groups: Groups) -> Float[Tensor, "prompt group"]:
+    """Return Σ weight·`grpo`(part) over its std in the batch, whose mean is 0 (arXiv:2601.05242).
 
-    This is TRL's `normalize_then_sum`. verl whitens over tokens, which counts long responses more.
-
-    Args:
-        parts: parts of the reward, [prompt, group] each; weight 1 for those that `weights` lacks.
+    This is TRL's `normalize_then_sum`. verl whitens over tokens, which counts long responses more. No part
+    has the KL of the reward.
     """
-    return sum(
-        (weights.get(name, 1) * without_failures(grpo, part, is_valid) for name, part in parts.items()),
-        start=is_valid * 0.0,
-    )
+    scaled = [
+        groups.weights.get(name, 1) * whiten(part, groups.is_valid, dim=1)
+        for name, part in groups.parts.items()
+    ]
+    advantages = torch.stack(scaled).sum(dim=0)
+    return advantages / (standard_deviation(advantages, groups.is_valid) + STD_FLOOR)
 
 
-ESTIMATORS = {
+ESTIMATORS: dict[str, Callable[[Groups], Tensor]] = {
     "grpo": grpo,
-    "dr_grpo": centred,
+    "dr_grpo": dr_grpo,
     "dapo": grpo,
     "rloo": rloo,
     "reinforce++": reinforce_pp,
     "batch_std": batch_std,
     "gpg": gpg,
+    "opo": opo,
+    "gdpo": gdpo,
 }
+"""Advantages [prompt, group], 0 for failed responses, by the name that `GroupAdvantage` takes."""
 
-Estimate = Callable[[Tensor], Tensor]
-"""Rewards to advantages, both [prompt, group]."""
-
-SCALES_OF_BATCH: dict[Estimate, Callable[[Tensor, Tensor], Tensor]] = {
-    reinforce_pp: lambda rewards, advantages: advantages.std() + STD_FLOOR,
-    batch_std: lambda rewards, advantages: rewards.std() + STD_FLOOR,
-    gpg: lambda rewards, advantages: _nonzero_share(rewards),
-}
-"""Divisors of the estimators that divide by a number of the batch, from rewards and centred advantages."""
-
-
-def without_failures(
-    estimate: Estimate, rewards: Float[Tensor, "prompt group"], is_valid: Tensor
-) -> Float[Tensor, "prompt group"]:
-    """Apply an estimator to groups without their failed responses.
-
-    Failed responses get advantage 0, and so does a single valid one. `is_valid` is [prompt, group].
-    """
-    scale = SCALES_OF_BATCH.get(estimate)
-    within = estimate if scale is None else centred
-    advantages = within(rewards)
-    for row in (~is_valid).any(dim=1).nonzero().flatten().tolist():
-        kept = is_valid[row]
-        advantages[row] = 0.0
-        if int(kept.sum()) > 1:
-            advantages[row, kept] = within(rewards[row, kept][None])[0]
-    if scale is not None and int(is_valid.sum()) > 1:
-        advantages = advantages / scale(rewards[is_valid], advantages[is_valid])
-    return advantages
+BY_PART = ("gdpo",)
+"""Those that compare each part of the reward, so that a group teaches if it differs in one of them."""
 
 
 def is_informative(rewards: Float[Tensor, "prompt group"]) -> Tensor:

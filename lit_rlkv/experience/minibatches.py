@@ -94,7 +94,7 @@ class MinibatchSplitter:
     def minibatches(self, experience: Experience) -> Iterator[TrainBatch]:
         """Yield the micro-batches of all optimizer steps of an iteration, equally many on each rank."""
         whole, advantages, is_response = self._with_advantages(experience)
-        n_decisions = experience.all_gather().n_decisions
+        counts = experience.all_gather().n_decisions
         algorithm = self.algorithm
         is_warmup = experience.iteration < algorithm.critic_warmup
         learner_parts = (self.warmup_part,) if is_warmup else self.learner_parts
@@ -106,13 +106,12 @@ class MinibatchSplitter:
             order = torch.randperm(by_shard.shape[1], generator=generator).to(by_shard.device)
             for number, chosen in enumerate(order.tensor_split(n_parts)):
                 units = by_shard[:, chosen]
-                step = self._step(whole, units.flatten(0, 1), advantages.is_counted, is_response)
+                step = self._step(whole, units.flatten(0, 1), advantages.is_counted, is_response, counts)
                 step = replace(
                     step,
                     is_first_update=epoch == 0 and number == 0,
                     n_steps=algorithm.n_epochs * n_parts,
                     n_steps_done=epoch * n_parts + number,
-                    n_decisions=0 if n_decisions is None else int(n_decisions[units.flatten()].sum()),
                 )
                 step, units = _own(step, units[own].flatten(0, 1), experience)
                 yield from self._micro_batches(step, units, learner_parts, experience.ranks)
@@ -129,9 +128,8 @@ class MinibatchSplitter:
         if not 1 <= n_parts <= n_groups:
             raise ValueError(f"{n_groups} groups cannot be cut into {n_parts} parts; give at most {n_groups}")
         whole, advantages, is_response = self._with_advantages(experience)
-        step = self._step(whole, advantages.units, advantages.is_counted, is_response)
-        if (counts := experience.all_gather().n_decisions) is not None:
-            step = replace(step, n_decisions=int(counts[advantages.units.flatten()].sum()))
+        counts = experience.all_gather().n_decisions
+        step = self._step(whole, advantages.units, advantages.is_counted, is_response, counts)
         of_group = advantages.units.view(n_groups * experience.ranks.size, -1, advantages.units.shape[1])
         n_response_tokens = whole.rollout.response_mask[of_group].flatten(1).sum(dim=1)
         by_token = self.algorithm.aggregation == "token"
@@ -193,17 +191,20 @@ class MinibatchSplitter:
         units: Tensor,
         is_counted: Bool[Tensor, "batch seq"],
         is_response: Bool[Tensor, " batch"],
+        counts: Int[Tensor, " batch"] | None,
     ) -> TrainBatch:
-        """Return the batch with the denominators of the optimizer step on these units."""
+        """Return the batch with the denominators of the step on these units; `counts` are of evictions."""
         rows = units.flatten()
         loss_weight = torch.zeros_like(whole.loss_weight)
         aggregate = AGGREGATIONS[self.algorithm.aggregation]
         loss_weight[rows] = aggregate(is_counted[rows], self.max_new_tokens, is_response[rows].sum())
+        is_pair = (loss_weight[units] != 0).any(dim=2).all(dim=1)  # both sides count
         return replace(
             whole,
             loss_weight=loss_weight,
             n_response_tokens=int(whole.rollout.response_mask[rows].sum()),
-            n_pairs=_n_pairs(loss_weight, units),
+            n_pairs=int(is_pair.sum()) if units.shape[1] > 1 else 0,
+            n_decisions=0 if counts is None else int(counts[rows].sum()),
         )
 
     def _micro_batches(
@@ -239,13 +240,6 @@ def _own(step: TrainBatch, units: Tensor, experience: Experience) -> tuple[Train
         return step, units
     mine = experience.ranks.local_rows(len(experience.problems))
     return replace(step.rows(mine), rollout=experience.rollout), units - mine.start
-
-
-def _n_pairs(loss_weight: Float[Tensor, "batch seq"], units: Tensor) -> int:
-    """Return the number of pairs whose sides both count; 0 if units are single rows."""
-    if units.shape[1] == 1:
-        return 0
-    return int((loss_weight[units] != 0).any(dim=2).all(dim=1).sum())
 
 
 def _sizes(

@@ -75,7 +75,7 @@ def _aligned(experience: Experience, n_left: int, n_columns: int, pad_token_id: 
         is_table = isinstance(value, Tensor) and value.ndim == 2
         return F.pad(value, (n_left, n_right)) if is_table else value
 
-    return replace(experience, **{f.name: changed(getattr(experience, f.name)) for f in fields(Experience)})
+    return experience.map_parts(changed)
 
 
 def _rows_of(both: Sequence[Any], rows: Int[Tensor, " row"]) -> Any:

@@ -11,17 +11,18 @@ from lit_rlkv.checks import OneLineError
 from lit_rlkv.config.schema import RewardConfig
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.environments.conversations import TextConversations
-from lit_rlkv.experience.group_baselines import STD_FLOOR, centred
+from lit_rlkv.experience.gae import STD_FLOOR, whiten
+from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.rewards.manager import PendingRewards
 from lit_rlkv.rewards.verifier import EXACT_MATCH, MAX_SCORE, bounded, score
 from lit_rlkv.tasks.base import Task
-from lit_rlkv.types import Problem, Rewards
+from lit_rlkv.types import Rewards
 
 ENVIRONMENT = "environment"
 """Component of the reward that holds the sum of an environment's rewards."""
-OWN = (EXACT_MATCH, "learned", ENVIRONMENT)
-"""Components that are not reward functions: of the task's verifier, the reward role and an environment."""
+OWN = {EXACT_MATCH: "verifier", "learned": "learned", ENVIRONMENT: "environment"}
+"""Components that are not reward functions, and the options that hold their weights."""
 
 
 def accuracy_component(
@@ -82,9 +83,8 @@ class RewardRule:
         self.max_new_tokens = max_new_tokens
         self.functions = functions or {}
         self.moments = RunningMoments()
-        weights = [config.verifier, config.learned, config.environment]
-        weights += [*(each.weight for each in self.functions.values())]
-        if not any(weights):
+        own = [getattr(config, option) for option in OWN.values()]
+        if not any([*own, *(each.weight for each in self.functions.values())]):
             raise ValueError(
                 "a reward needs a component with a weight, got verifier=0, learned=0 and environment=0; "
                 "raise one, or add functions"
@@ -120,8 +120,6 @@ class RewardRule:
     def from_completions(
         self,
         task: Task,
-        problems: Sequence[Problem],
-        completions: Sequence[str],
         pending: PendingRewards,
         learned: Float[Tensor, " batch"] | None,
         talks: Sequence[TextConversations],
@@ -134,17 +132,17 @@ class RewardRule:
         """Return the rewards of this rank's responses, normalised over those of all ranks.
 
         Args:
-            pending: results of the reward functions, which this call waits for.
+            pending: the responses, with results of the reward functions, which this call waits for.
             learned: scores of the reward role; None without one.
             talks: conversations of all responses; none without environments.
             n_tokens: lengths of the responses, observations included.
             on_progress: called with the number of further answers of reward functions.
         """
-        components, errors = scored(task, problems, completions, pending, learned, talks, on_progress)
+        components, errors = scored(task, pending, learned, talks, on_progress)
         errors = dict(ranks.all_gather_object([*errors.items()]))
         gathered = {name: ranks.all_gather(value.to(has_eos.device)) for name, value in components.items()}
         rewards = self(gathered, ranks.all_gather(has_eos), group_size, errors, ranks.all_gather(n_tokens))
-        return rewards.rows(ranks.local_rows(len(problems)))
+        return rewards.rows(ranks.local_rows(len(pending.problems)))
 
     def __call__(
         self,
@@ -174,7 +172,7 @@ class RewardRule:
         weighted = weighted.masked_fill(is_failed, 0.0)
         total = weighted.clone()
         if config.normalize == "batch":
-            total[~is_failed] = normalise_batch(total[~is_failed])
+            total = whiten(total, ~is_failed)
         elif config.normalize == "running":
             self.moments.update(total[~is_failed])
             total = (total - self.moments.mean) / (self.moments.std + STD_FLOOR)
@@ -199,9 +197,8 @@ class RewardRule:
 
     def _weights(self, components: Mapping[str, Tensor]) -> dict[str, float | int]:
         """Return the non-zero weights by component."""
-        config = self.config
-        weights = dict(zip(OWN, (config.verifier, config.learned, config.environment), strict=True))
-        for option, name in zip(("verifier", "learned", "environment"), OWN, strict=True):
+        weights = {name: getattr(self.config, option) for name, option in OWN.items()}
+        for name, option in OWN.items():
             if weights[name] != 0 and name not in components:
                 raise ValueError(
                     f"{option}={weights[name]} needs the score {name}, which this run does not have; use 0, "
@@ -219,8 +216,6 @@ class RewardRule:
 
 def scored(
     task: Task,
-    problems: Sequence[Problem],
-    completions: Sequence[str],
     pending: PendingRewards,
     learned: Float[Tensor, " batch"] | None = None,
     talks: Sequence[TextConversations] = (),
@@ -229,7 +224,7 @@ def scored(
     """Return the components of the rewards, and the errors of those that failed, as `from_completions`."""
     components: dict[str, Tensor] = {}
     if task.is_verifiable:
-        components |= score(task.score, problems, completions).components
+        components |= score(task.score, pending.problems, pending.in_order()).components
     if learned is not None:
         components["learned"] = bounded(learned)
     answers = pending.collect(on_progress=on_progress)
@@ -283,23 +278,11 @@ def imputed(
     """
     groups, is_valid = total.view(-1, group_size), ~is_failed.view(-1, group_size)
     n_valid = is_valid.sum(dim=1)
-    mean_of_all = total[~is_failed].sum() / max(int((~is_failed).sum()), 1)
-    mean = groups.masked_fill(~is_valid, 0.0).sum(dim=1) / n_valid.clamp(min=1)
-    # Rounding may move the mean of equal numbers, and the group would no longer be equal.
-    infinity = float("inf")
-    mean = mean.clamp(
-        groups.masked_fill(~is_valid, infinity).amin(dim=1),
-        groups.masked_fill(~is_valid, -infinity).amax(dim=1),
-    )
-    mean = torch.where(n_valid > 0, mean, mean_of_all)
+    # From the least: the rounded mean of equal numbers may be another one, and the group no longer equal.
+    least = groups.masked_fill(~is_valid, torch.inf).amin(dim=1)
+    above = (groups - least[:, None]).masked_fill(~is_valid, 0.0).sum(dim=1) / n_valid.clamp(min=1)
+    mean = torch.where(n_valid > 0, least + above, masked_mean(total, ~is_failed))
     return torch.where(is_valid, groups, mean[:, None]).flatten()
-
-
-def normalise_batch(rewards: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
-    """Return (R − mean) / std over the batch, with the unbiased std; 0 where all rewards are equal."""
-    deviations = centred(rewards[None])[0]
-    variance = deviations.square().sum() / max(len(rewards) - 1, 1)
-    return deviations / (variance.sqrt() + STD_FLOOR)
 
 
 class RunningMoments:

@@ -26,6 +26,8 @@ from lit_rlkv.rollout.turns import Conversations
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import Problem, PromptBatch, Rollout
 
+GREEDY = Sampling(temperature=0.0)
+
 
 def sample_responses(
     model: PreTrainedModel,
@@ -111,6 +113,8 @@ def sample_groups(
     pending: PendingRewards,
     draw: tuple[str | int, ...],
     on_progress: Callable[[int], object],
+    *,
+    is_greedy: bool = False,
 ) -> tuple[Rollout, list[TextConversations]]:
     """Sample a group of responses to each problem: groups side by side, shard after shard.
 
@@ -120,8 +124,10 @@ def sample_groups(
     Args:
         shards: this rank's problems by the number of their shard.
         draw: names of the random numbers, beside the run's seed and the shard.
+        is_greedy: one response of likeliest tokens to each problem, in place of a group.
     """
-    settings, group_size = run.cfg.rollout, run.cfg.algorithm.group_size
+    settings, group_size = run.cfg.rollout, 1 if is_greedy else run.cfg.algorithm.group_size
+    options = generate_options(run.tokenizer, settings) | (GREEDY.options if is_greedy else {})
     begun = {
         number: encode_problems(run.tokenizer, run.environments, problems, group_size)
         for number, problems in shards.items()
@@ -145,7 +151,7 @@ def sample_groups(
                 on_progress=on_progress,
                 on_finished=partial(_add, run.tokenizer, pending, n_earlier),
                 conversations=talk,
-                **generate_options(run.tokenizer, settings),
+                **options,
             )
         rollouts.append(rollout)
     n_columns = run.ranks.all_reduce_max(max(rollout.input_ids.shape[1] for rollout in rollouts))

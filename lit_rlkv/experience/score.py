@@ -92,7 +92,8 @@ def score_rollout(
         return {}
     pass_of = {role: _pass_over(rollout, roles, role, shadow) for role, shadow in views.items()}
     wanted = set(pass_of.values())
-    n_stacked = _most_stacked(wanted) if stacks_passes else 1
+    # Those that share a backbone share a batch.
+    n_stacked = max(Counter(one.backbone for one in wanted).values()) if stacks_passes else 1
     parts: dict[str, list[Tensor]] = defaultdict(list)
     order: list[Tensor] = []
     for rows, part in passes(rollout, tokens_per_pass // n_stacked):
@@ -112,11 +113,6 @@ def _pass_over(rollout: Rollout, roles: Roles, role: str, shadow: bool) -> Forwa
     found = forward_pass_of(roles, role, shadow)
     chooses = role == "reward" and rollout.record.expert_ids is not None
     return replace(found, routing=False) if chooses else found
-
-
-def _most_stacked(passes_wanted: set[ForwardPass]) -> int:
-    """Return the most passes that share a backbone, and so a batch."""
-    return max(Counter(one.backbone for one in passes_wanted).values(), default=1)
 
 
 def _read(

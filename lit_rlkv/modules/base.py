@@ -60,7 +60,6 @@ LossTerm = Callable[["PolicyModule", TrainBatch, StepOutputs], tuple[Terms, Term
 class PolicyModule(L.LightningModule, ABC):
     """Base class of the RL modules. A subclass implements the policy's loss in `objective`.
 
-
     Args:
         roles: with the policy, and the reference if a KL to it is in the loss.
         make_optimizer: makes an optimizer from parameter groups.
@@ -234,22 +233,18 @@ class PolicyModule(L.LightningModule, ABC):
         return [([p for p in self.parameters() if p.requires_grad], 1.0)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        groups = self._groups_with_scorer()
+        groups = self.parameter_groups()
+        if self.evictions is not None:
+            scorer = [p for p in self.evictions.scorer.parameters() if p.requires_grad]
+            ids = {id(parameter) for parameter in scorer}
+            groups = [([p for p in some if id(p) not in ids], scale) for some, scale in groups]
+            groups.append((scorer, self.eviction_lr_scale))
         options: list[dict[str, Any]] = [{"params": parameters} for parameters, _ in groups]
         if self.evictions is not None:
             options[-1]["name"] = "eviction"  # its gradient norm is a metric of its own
         optimizer = self.make_optimizer(options)
         scheduler = LambdaLR(optimizer, [partial(self._lr_fraction, scale) for _, scale in groups])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def _groups_with_scorer(self) -> list[tuple[list[nn.Parameter], float | int]]:
-        """Return `parameter_groups`, with the scorer of evictions in a group of its own at the end."""
-        if self.evictions is None:
-            return self.parameter_groups()
-        scorer = [p for p in self.evictions.scorer.parameters() if p.requires_grad]
-        ids = {id(parameter) for parameter in scorer}
-        groups = [([p for p in some if id(p) not in ids], scale) for some, scale in self.parameter_groups()]
-        return [*groups, (scorer, self.eviction_lr_scale)]
 
     def _lr_fraction(self, scale: float | int, step: int) -> float:
         warm = min(1.0, (step + 1) / (self.n_warmup_steps + 1))

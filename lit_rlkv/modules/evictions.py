@@ -1,10 +1,8 @@
 """The part of a module that trains the scorer of an eviction policy, beside the loss of the tokens."""
 
 import copy
-from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -74,7 +72,8 @@ class EvictionLearner:
             if found is None:
                 continue
             loss = (self.kl_coef * found.kl - self.weight * found.gain) / n
-            for gradient, more in zip(gradients, _gradients(loss, parameters), strict=True):
+            found_here = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            for gradient, more in zip(gradients, found_here, strict=True):
                 gradient += more
             total = total + loss.detach()
             values = {"logp": found.logps, "kl_uniform": found.kl.detach(), "clip_ratio": found.n_clipped}
@@ -102,8 +101,3 @@ class EvictionLearner:
                 old_logps = decision_logps(old_scores, decisions)
         advantages = advantages_of_decisions(batch.advantages, batch.loss_weight != 0, decisions.now)
         return eviction_sums(logps, old_logps, advantages, decisions.is_decision, kl, self.clip)
-
-
-def _gradients(loss: Float[Tensor, ""], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

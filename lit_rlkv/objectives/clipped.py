@@ -1,6 +1,6 @@
 """Clipped losses of PPO, GRPO, GSPO and CISPO, per token: the policy's and the critic's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -79,13 +79,10 @@ def clipped_weight(
     A clipped token keeps its gradient, with a bounded weight. Tokens count as clipped under the same signs of
     the advantage as in `clipped_surrogate`, as in TRL's `cispo_clip_ratio`.
     """
-    ratio = log_ratio.detach().exp()
-    return Surrogate(
-        gain=ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logps,
-        is_clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
-        is_clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
-        is_clipped_delta=torch.zeros_like(ratio, dtype=torch.bool),
-    )
+    log_ratio = log_ratio.detach()
+    weight = log_ratio.exp().clamp(1 - clip_low, 1 + clip_high)
+    of_ppo = clipped_surrogate(log_ratio, advantages, clip_low, clip_high)
+    return replace(of_ppo, gain=weight * advantages * logps)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from torch import Tensor
 from lit_rlkv.checks import Range
 from lit_rlkv.distributed.ranks import Ranks
 from lit_rlkv.objectives.reduction import masked_mean
+from lit_rlkv.types import TensorBatch
 
 
 @dataclass(frozen=True)
-class ISWeights:
+class ISWeights(TensorBatch):
     """Detached weight of each token, and a mask of the tokens that denominators count."""
 
     weight: Float[Tensor, "batch seq"]

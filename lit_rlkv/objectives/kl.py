@@ -71,18 +71,9 @@ def adapted_weight(
         weight: the weight for this rollout.
         kl: KL of this rollout, in the unit of `target`; the paper's is nats per response.
         n_samples: responses in this rollout.
-        target: target KL.
-        horizon: number of responses over which a constant relative error changes the weight by that error.
-
-    Raises:
-        ValueError: the target is not positive, or the horizon is so short that the weight could be negative.
+        target: target KL, above 0.
+        horizon: number of responses over which a constant relative error changes the weight by that error;
+            above MAX_ERROR·n_samples, or the weight could become negative.
     """
-    if not target > 0:
-        raise ValueError(f"target must be above 0, got {target}; give a KL in nats")
-    if not horizon > MAX_ERROR * n_samples:
-        raise ValueError(
-            f"horizon must be above {MAX_ERROR * n_samples:g}, got {horizon}: a rollout of {n_samples} "
-            "responses could make the weight negative; raise horizon"
-        )
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
     return weight * (1 + error * n_samples / horizon)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import nn
 
-from lit_rlkv.config import Config
+from lit_rlkv.config import Config, build
 from lit_rlkv.kernels.quantization import quantized_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.models.activations import Checkpoints
@@ -69,6 +69,12 @@ class Planner(Passes):
     def n_responses(self) -> int:
         """Responses of a rank and iteration."""
         return -(-self.cfg.rollout.n_prompts // self.n_ranks) * self.cfg.algorithm.group_size
+
+    @cached_property
+    def n_greedy(self) -> int:
+        """Greedy responses beside them, of which nothing is learned."""
+        is_needed = build(self.cfg.algorithm.advantage).needs_greedy
+        return self.n_responses // self.cfg.algorithm.group_size if is_needed else 0
 
     @property
     def trains_all(self) -> bool:
@@ -142,7 +148,7 @@ class Planner(Passes):
     def host_bytes(self) -> int:
         """Bytes of the records of all responses of a rank, which wait in host memory."""
         time_bytes = times_dtype(self.n_columns).itemsize
-        return self.n_responses * self.n_columns * self.recorded_bytes(time_bytes)
+        return (self.n_responses + self.n_greedy) * self.n_columns * self.recorded_bytes(time_bytes)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -196,7 +202,11 @@ class Planner(Passes):
         group, n_tokens, n = self.cfg.algorithm.group_size, self.cfg.rollout.max_new_tokens, self.n_responses
         work, prompts = self._work(cache, n_rows), self.n_prompt * -(-n // group)
         is_compiled = self.cfg.rollout.compile_layers
-        rollout = rollout_seconds(work, self.card, n_rows, n, prompts, n_tokens, is_compiled=is_compiled)
+        n_read = prompts + self.n_prompt * self.n_greedy
+        n_rolled = n + self.n_greedy
+        rollout = rollout_seconds(
+            work, self.card, n_rows, n_rolled, n_read, n_tokens, is_compiled=is_compiled
+        )
         n_epochs = self.cfg.algorithm.n_epochs
         return rollout, update_seconds(work, self.card, n, n * n_tokens + prompts, n_epochs)
 

@@ -56,6 +56,10 @@ class PendingRewards:
             for name, grader in self._graders.items():
                 self._futures[name][place] = grader.submit(question)
 
+    def in_order(self) -> list[str]:
+        """Return the completions in the order of the batch."""
+        return [self.completions[place] for place in range(len(self.problems))]
+
     def collect(
         self, *, warns: bool = True, on_progress: Callable[[int], object] = lambda n_answers: None
     ) -> Answers:
@@ -136,20 +140,16 @@ def _close(graders: dict[str, Grader]) -> None:
 
 def _results(futures: "Sequence[Future[float]]", on_progress: Callable[[int], object]) -> list[float | str]:
     """Return scores and error messages; an interrupt cancels the other questions."""
-    results = []
+    results: list[float | str] = []
     try:
         for future in futures:
-            results.append(_result(future))
+            try:
+                results.append(future.result())
+            except Exception as error:
+                results.append(error_text(error))
             on_progress(1)
         return results
     except BaseException:
         for future in futures:
             future.cancel()
         raise
-
-
-def _result(future: "Future[float]") -> float | str:
-    try:
-        return future.result()
-    except Exception as error:
-        return error_text(error)

@@ -41,6 +41,7 @@ MISTAKES = [
     (["algorithm=sapo", "algorithm.loss.gain.tau_pos=-1"], "tau_pos must be"),
     (["algorithm=kl_cov", "algorithm.advantage.choose.share=2"], "share must be"),
     (["algorithm=gdpo", "reward.normalize=batch"], "gdpo scales each part"),
+    (["algorithm=remax", "reward.normalize=batch"], "greedy_baseline compares"),
     (["algorithm=gdpo", "algorithm.kl.weight=1", "algorithm.kl.place=reward"], "gdpo scales each part"),
     (["distillation=teacher", "distillation.model=x/y", "distillation.beta=2"], "beta must be"),
 ]  # fmt: skip

@@ -53,6 +53,7 @@ LISTED = ["task=jsonl", "task.path=tests/data/sums.jsonl", "~task.n_terms"]
         slow("joint_warmup", ["experiment=j_hydra_ppo", "algorithm.critic_warmup=2"]),
         slow("target_kl", ["algorithm=ppo", "algorithm.n_minibatches=4", "algorithm.loss.target_kl=1e-3"]),
         slow("online_dpo", ["algorithm=online_dpo", "algorithm.n_minibatches=2"]),
+        slow("remax", ["algorithm=remax", "algorithm.n_minibatches=2"]),
         slow("curriculum", [*LISTED, "algorithm.curriculum.decay=0.5"]),
         slow("teacher", ["distillation=teacher", "distillation.model=FOLDER/a-teacher"]),
         slow("reference_sync", [*SYNC, "algorithm.n_minibatches=2"]),

@@ -15,7 +15,7 @@ from lit_rlkv.config.schema import RewardConfig, RolloutConfig
 from lit_rlkv.data.tokenizers import build_task_tokenizer, decode_turn
 from lit_rlkv.environments import conversations
 from lit_rlkv.environments.conversations import EnvironmentPool, checked_step, extended, fitting
-from lit_rlkv.experience.advantages import GAEAdvantage
+from lit_rlkv.experience.advantages import GAEAdvantage, ReturnAdvantage
 from lit_rlkv.models.replay import replay_logps
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.rollout.turns import last_turn, turn_starts
@@ -263,3 +263,13 @@ def test_prompts_have_what_reset_appends_or_the_error_says_why_not():
     assert EnvironmentPool(Counter, settings, tokenizer).prompts(problems) == ["1+2=?", "2+2=?"]
     with pytest.raises(ValueError, match=r"reset failed for '1\+2=': .*no server"):
         EnvironmentPool(Unready, settings, tokenizer).prompts(problems)
+
+
+def test_greedy_responses_have_conversations_of_their_own():
+    remax = ReturnAdvantage(whiten_advantages=False, greedy_baseline=True)
+    _, experience = collected(Counter, advantage=remax)
+    rewards = experience.greedy_rewards.view(-1, 4)
+    assert (rewards == rewards[:, :1]).all()
+    assert 0 < rewards.max() <= 1.0 + 2.0 + 3.0
+    _, without = collected(Counter)
+    assert torch.equal(experience.rewards.total, without.rewards.total)

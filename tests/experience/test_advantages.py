@@ -199,6 +199,21 @@ def test_plain_reinforce_pp_whitens_the_returns_of_verl(gamma: float):
     assert (found.advantages - with_baseline.advantages).abs().max() > 0.1
 
 
+def test_remax_is_the_return_less_the_greedy_reward_as_in_verl():
+    # compute_remax_outcome_advantage: the sums of token rewards from t on, less the baseline of the prompt.
+    totals, greedy = [8.0, 1.0, 2.0, 4.0], [3.0, 3.0, -1.0, -1.0]
+    experience = make_experience(totals, kl_penalty=PENALTY)
+    remax = ReturnAdvantage(whiten_advantages=False, greedy_baseline=True)
+    found = remax.compute(replace(experience, greedy_rewards=torch.tensor(greedy))).advantages
+    expected = torch.zeros(4, 4)
+    for row, length in enumerate(LENGTHS):
+        for t in range(1, 1 + length):
+            expected[row, t] = totals[row] - float(PENALTY[row, t : 1 + length].sum()) - greedy[row]
+    torch.testing.assert_close(found, expected)
+    without = ReturnAdvantage(whiten_advantages=False).compute(experience).advantages
+    assert (found - without).abs().max() > 1.0
+
+
 def test_plain_reinforce_pp_whitens_over_what_counts():
     is_counted = IS_ACTION & torch.tensor([True, True, False, True])[:, None]
     experience = counting(make_experience([8.0, 1.0, 100.0, 4.0]), is_counted)

@@ -1,6 +1,7 @@
 import json
 import zlib
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,18 @@ import torch
 
 from lit_rlkv.callbacks.rollout_statistics import rollout_statistics
 from lit_rlkv.config.schema import CurriculumConfig, RewardConfig
-from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage
+from lit_rlkv.data.chat import encode_prompts
+from lit_rlkv.data.tokenizers import decode_completions
+from lit_rlkv.experience.advantages import GroupAdvantage, PairAdvantage, ReturnAdvantage
 from lit_rlkv.experience.batch import Experience
+from lit_rlkv.experience.sample import generate_options
+from lit_rlkv.kvcache import CacheSpec
+from lit_rlkv.models.hydra import acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS
+from lit_rlkv.objectives.gains import by_covariance
+from lit_rlkv.rollout import generate
 from lit_rlkv.types import Problem
-from tests.hand_built import ARMS, DigitsAreGood, make_datamodule, make_roles, tokens_of
+from tests.hand_built import ARMS, DigitsAreGood, make_datamodule, make_roles, shift, tokens_of
 from tests.rewards.helpers import InThreads
 
 
@@ -324,3 +332,88 @@ def test_minibatches_know_how_much_of_the_update_is_done():
     assert done == sorted(set(done))
     assert [batch.n_steps_done for batch in batches if batch.ends_step] == [1, 2, 3, 4]
     assert len(batches) > 8
+
+
+REMAX = ReturnAdvantage(whiten_advantages=False, greedy_baseline=True)
+
+
+def of_text(completion):
+    return float(zlib.crc32(completion.encode()) % 97)
+
+
+def with_greedy(ask, **options):
+    spec = CacheSpec(policy="knorm", budget=5, interval=1, sink=1, window=2)  # draws nothing
+    reward, functions = RewardConfig(verifier=0.0, max_failed=1.0), {"own": InThreads(ask=ask, n_workers=1)}
+    options = {"advantage": REMAX, "spec": spec, "reward": reward, "functions": functions} | options
+    return make_datamodule(shift(make_roles(), std=0.3), **options)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_the_baseline_of_remax_is_the_reward_of_a_greedy_response_under_the_same_cache(group_size):
+    graded = []
+
+    def ask(question):
+        graded.append(question["completion"])
+        return of_text(graded[-1])
+
+    data = with_greedy(ask, group_size=group_size)
+    experience = data.collect()
+    assert len(graded) == len(experience.problems) + 4
+    assert len(experience.completions) == len(experience.rollout.input_ids) == 4 * group_size
+    encoded = encode_prompts(data.tokenizer, [one.prompt for one in experience.problems[::group_size]])
+    options = generate_options(data.tokenizer, data.settings) | {"temperature": 0.0}
+    rewards = []
+    for cache in (data.cache, CacheSpec.dense()):
+        model = data.roles.backbone("policy")
+        with acting_as(data.roles, "policy"):
+            found = generate(model, encoded.input_ids, encoded.attention_mask, cache=cache, **options)
+        completions = decode_completions(data.tokenizer, found.input_ids, found.response_mask)
+        rewards.append([of_text(completion) for completion in completions])
+    expected = torch.tensor(rewards[0]).repeat_interleave(group_size)
+    assert torch.equal(experience.greedy_rewards, expected)
+    assert rewards[0] != rewards[1]  # the cache decides
+    assert rollout_statistics(experience)["reward/greedy"] == pytest.approx(float(expected.mean()))
+    plain = with_greedy(ask, group_size=group_size, advantage=ReturnAdvantage()).collect()
+    assert torch.equal(plain.rollout.input_ids, experience.rollout.input_ids)
+    assert plain.greedy_rewards is None
+
+
+def test_without_the_reward_of_its_greedy_response_a_group_does_not_count():
+    asked = []
+
+    def ask(question):
+        asked.append(question)
+        return float("nan") if len(asked) == 9 else 1.0  # the first greedy one
+
+    data = with_greedy(ask, group_size=2)
+    experience = data.collect()
+    assert sorted(experience.rewards.is_failed.view(-1, 2).all(dim=1).tolist()) == [False] * 3 + [True]
+    assert int(experience.rewards.is_failed.sum()) == 2
+    (part,) = data.splitter.parts(experience, 1)
+    assert not part.batches[0].loss_weight[experience.rewards.is_failed].any()
+
+
+def test_greedy_responses_are_scored_by_the_reward_role_and_go_with_their_groups():
+    data = make_datamodule(
+        make_roles(needed=("policy", "reward")),
+        advantage=REMAX,
+        reward=RewardConfig(verifier=1.0, learned=1.0),
+        resample=1,
+    )
+    experience = data.collect()
+    groups = experience.greedy_rewards.view(-1, 4)
+    assert (groups == groups[:, :1]).all()
+    assert groups[:, 0].unique().numel() == 4
+
+
+def test_random_choices_of_tokens_depend_on_the_seed_of_the_run_and_come_again():
+    choose = partial(by_covariance, share=0.2, between=[-9.0, 9.0])
+    experience = make_datamodule(make_roles(), seed=3).collect()
+    assert experience.seed == 3
+    advantage = GroupAdvantage("grpo", choose=choose)
+    chosen = [advantage.compute(replace(experience, seed=seed)).is_chosen for seed in (3, 3, 4)]
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
+    resumed = make_datamodule(make_roles(), seed=3, advantage=advantage)
+    resumed.load_state_dict(make_datamodule(make_roles(), seed=3).state_dict())
+    assert torch.equal(advantage.compute(resumed.collect()).is_chosen, chosen[0])

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from lit_rlkv.config.schema import RewardConfig
+from lit_rlkv.experience.gae import whiten
 from lit_rlkv.experience.reward import (
     RewardRule,
     RewardsFailedError,
     RunningMoments,
     accuracy_component,
     imputed,
-    normalise_batch,
     overlong_share,
 )
 from lit_rlkv.rewards import ExactMatch
@@ -261,9 +261,10 @@ def moments_of(*batches: torch.Tensor) -> RunningMoments:
     return moments
 
 
-@pytest.mark.parametrize("rewards", [[2.0], [0.5, 0.5, 0.5], [2345.6] * 7, [999_999.9] * 12, []])
+@pytest.mark.parametrize("rewards", [[2.0], [0.5, 0.5, 0.5], [2345.6] * 7, [999_999.9] * 12])
 def test_rewards_that_do_not_vary_become_zero(rewards: list[float]):
-    assert normalise_batch(torch.tensor(rewards)).tolist() == [0.0] * len(rewards)
+    total = torch.tensor(rewards)
+    assert whiten(total, torch.ones_like(total).bool()).tolist() == [0.0] * len(rewards)
 
 
 @pytest.mark.parametrize("sizes", [[60], [1] * 60, [1, 59], [59, 1], [7, 20, 0, 33]])

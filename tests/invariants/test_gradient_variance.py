@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.diagnostics.covariance import PartGradients
-from lit_rlkv.experience.group_baselines import ESTIMATORS
+from lit_rlkv.experience.group_baselines import ESTIMATORS, Groups
 from lit_rlkv.rng import stream
 
 LOGITS = torch.tensor([[0.5, 0.0, -1.0], [-0.3, 0.4, 0.2]], dtype=torch.float64)
@@ -26,7 +26,9 @@ ALGORITHMS = ("dr_grpo", "rloo", "grpo")
 def group_gradients(prompts: Tensor, answers: Tensor, algorithm: str) -> Tensor:
     """[group, response, logit] terms A·∇ log π(answer), whose mean over a group is its gradient."""
     score = torch.eye(3, dtype=torch.float64)[answers] - LOGITS.softmax(-1)[prompts][:, None]
-    advantages = ESTIMATORS[algorithm](REWARDS[prompts[:, None], answers])
+    rewards = REWARDS[prompts[:, None], answers]
+    ones = torch.ones_like(rewards)
+    advantages = ESTIMATORS[algorithm](Groups(rewards, ones.bool(), ones.int(), {}, {}))
     terms = torch.zeros(*answers.shape, 2, 3, dtype=torch.float64)
     index = prompts[:, None, None, None].expand(-1, GROUP_SIZE, 1, 3)
     return terms.scatter_(2, index, (advantages[..., None] * score)[:, :, None]).flatten(2)

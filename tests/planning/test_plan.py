@@ -70,6 +70,17 @@ def test_a_budget_lets_a_card_decode_what_it_cannot_hold_whole(capsys, qwen):
     assert more["longest_sequence"] > 3 * found["longest_sequence"]
 
 
+def test_greedy_responses_of_remax_take_time_and_no_memory_of_the_card(capsys, qwen):
+    options = (*LONG, f"model.path={qwen}", "gpu=24GB", "algorithm.group_size=1")
+    remax, plain = (
+        by_budget(planned(capsys, *options, f"algorithm={name}"))[1024]
+        for name in ("remax", "reinforce++_plain")
+    )
+    assert remax["rollout_s"] == pytest.approx(2 * plain["rollout_s"], rel=0.01)
+    for name in ("rows", "update_s", "rollout_bytes"):
+        assert remax[name] == plain[name], name
+
+
 def test_the_largest_budgets_are_those_that_still_fit(capsys, tmp_path):
     """Two layers of 4B, on a card that is small for them."""
     Qwen3Config(**{**QWEN3_4B.to_dict(), "num_hidden_layers": 2, "layer_types": None}).save_pretrained(

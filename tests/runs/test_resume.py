@@ -90,7 +90,7 @@ CLIPPED = ("algorithm.loss.delta", "algorithm.loss.importance_sampling_level")
 NEWER_THAN_SOME_RUNS = {
     "algorithm=grpo": ("algorithm.advantage.top_entropy_quantile", *CLIPPED),
     "algorithm=ppo": CLIPPED,
-    "algorithm=reinforce++_plain": CLIPPED,
+    "algorithm=reinforce++_plain": (*CLIPPED, "algorithm.advantage.greedy_baseline"),
     "algorithm=gspo": ("algorithm.advantage.top_entropy_quantile",),
     "algorithm=rloo": (
         "algorithm.entropy_coef", "algorithm.kl.bias_correction", "correction.bypass_mode",
