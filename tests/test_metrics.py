@@ -38,7 +38,7 @@ RUNS = {
     ],
     "online_dpo": ["experiment=online_dpo_smd"],
     "tools": ["experiment=tools", "rollout.max_new_tokens=80", "reward.environment=1", "diagnostics=none"],
-    "learned": ["experiment=shadow", "cache.policy=learned", "diagnostics=none"],
+    "learned": ["experiment=shadow", "cache.policy=learned", "sft.eviction_steps=50", "diagnostics=none"],
 }
 
 

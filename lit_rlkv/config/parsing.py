@@ -103,6 +103,7 @@ def check_folders(cfg: DictConfig) -> None:
 def _check_stages(cfg: Config) -> None:
     sft, steps = cfg.sft, {"n_steps": cfg.sft.n_steps}
     steps |= {} if sft.joint else {"reward_steps": sft.reward_steps}
+    steps |= {"eviction_steps": sft.eviction_steps} if sft.eviction_steps > 0 else {}
     if sft.on_policy_pairs.n_prompts > 0:
         steps["on_policy_pairs.n_steps"] = sft.on_policy_pairs.n_steps
     require(

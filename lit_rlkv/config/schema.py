@@ -305,6 +305,9 @@ class SFTConfig:
     reward_weight: NonNegativeNumber = 0.1
     """weight of the ranking loss beside the LM loss; 0: the LM head alone"""
     on_policy_pairs: OnPolicyPairsConfig = OnPolicyPairsConfig()
+    eviction_steps: NonNegativeInt = 0
+    """further optimizer steps, in which the scorer of cache.policy=learned learns to foresee the finished
+    LM's dense attention; 0: RL begins with a new scorer"""
     steps_per_iteration: PositiveInt = 50
     """steps between two checkpoints and log rows"""
     max_grad_norm: PositiveNumber | None = 1.0

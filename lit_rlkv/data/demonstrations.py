@@ -17,6 +17,7 @@ from lit_rlkv.data.chat import Observe, encode_prompts, encode_response
 from lit_rlkv.data.chat_template import Tool
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.distributed.ranks import SINGLE_PROCESS, Ranks
+from lit_rlkv.models.attention import Probe
 from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes, packed
 from lit_rlkv.rng import derive_seed
@@ -238,8 +239,11 @@ def encode_completions(
     )
 
 
-def dense_hidden(backbone: PreTrainedModel, batch: DemonstrationBatch) -> Float[Tensor, "batch seq dim"]:
+def dense_hidden(
+    backbone: PreTrainedModel, batch: DemonstrationBatch, probe: Probe | None = None
+) -> Float[Tensor, "batch seq dim"]:
     """Return the last hidden states under dense causal attention; gradients flow."""
     check_length(backbone, batch.n_tokens)
     positions = token_positions(batch.attention_mask)
-    return hidden_states(backbone, batch.input_ids, positions, record=Record.dense(batch.attention_mask))
+    record = Record.dense(batch.attention_mask)
+    return hidden_states(backbone, batch.input_ids, positions, record=record, probe=probe)

@@ -43,6 +43,8 @@ class AttentionInputs:
     softcap: float | None
     flat: FlatTokens | None
     """Set if the tensors are a flat sequence, [1, head, token, dim]."""
+    sink: Float[Tensor, " head"] | None = None
+    """A logit of each head in the softmax, without a value."""
 
 
 Probe = Callable[[AttentionInputs], None]
@@ -80,7 +82,7 @@ class Replay:
         if self.record.codes is not None:
             key, value = quantized_as(self.record.codes, layer, key, value)
         if self.probe is not None:
-            self.probe(AttentionInputs(layer, query, key, value, scaling, softcap, self.flat))
+            self.probe(AttentionInputs(layer, query, key, value, scaling, softcap, self.flat, sink))
         if isinstance(plan, LayerSegments):
             width = max(query.shape[-1], value.shape[-1])
             if takes_segments(query.device.type, query.dtype, width, softcap):

@@ -141,11 +141,18 @@ class HydraSFT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(list(self.parameters()))
-        # LambdaLR saves callable objects, as a bound method is, in its state; it does not save functions.
-        scheduler = LambdaLR(optimizer, lambda step: self._lr_fraction(step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return warmup_and_decay(optimizer, self.n_steps, self.n_warmup_steps)
 
-    def _lr_fraction(self, step: int) -> float:
-        warm = min(1.0, (step + 1) / max(self.n_warmup_steps, 1))
-        cosine = (1 + math.cos(math.pi * min(step / self.n_steps, 1.0))) / 2
-        return warm * max(cosine, FINAL_LR_FRACTION)
+
+def warmup_and_decay(
+    optimizer: Optimizer, n_steps: int, n_warmup_steps: int, scale: float | int = 1.0
+) -> dict[str, Any]:
+    """Return an optimizer with its schedule in Lightning's form: linear warmup, cosine decay."""
+
+    def lr_fraction(step: int) -> float:
+        warm = min(1.0, (step + 1) / max(n_warmup_steps, 1))
+        cosine = (1 + math.cos(math.pi * min(step / n_steps, 1.0))) / 2
+        return scale * warm * max(cosine, FINAL_LR_FRACTION)
+
+    scheduler = LambdaLR(optimizer, lr_fraction)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

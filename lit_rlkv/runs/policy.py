@@ -201,14 +201,20 @@ def make_roles(run: Run, start: str | Path) -> Roles:
 
 def add_scorer(cfg: CheckedConfig, roles: Roles, start: str | Path) -> None:
     """Add the scorer of the cache's policy to the backbone: that of the starting model, or a new one."""
+    scorer = make_scorer(cfg, roles.backbone("policy"), start)
+    scorer.requires_grad_(cfg.algorithm.eviction.weight > 0)
+
+
+def make_scorer(cfg: CheckedConfig, backbone: PreTrainedModel, start: str | Path | None) -> nn.Module:
+    """Add a scorer to a backbone, with the weights in the folder `start` if it has some, and return it."""
     policy = cfg.parts.cache.make_policy()
     assert policy is not None
     torch.manual_seed(derive_seed(cfg.seed, "kv_scorer"))
     with as_config_errors("cache"):
-        weights = read_kv_scorer(start)
-        scorer = add_kv_scorer(roles.backbone("policy"), policy, weights)
+        weights = None if start is None else read_kv_scorer(start)
+        scorer = add_kv_scorer(backbone, policy, weights)
     log.info("scorer of evictions: %s", "new" if weights is None else f"from {start}")
-    scorer.requires_grad_(cfg.algorithm.eviction.weight > 0)
+    return scorer
 
 
 def make_policy(run: Run, start: str | Path) -> PolicyModule:

@@ -125,6 +125,11 @@ def _check_evictions(cfg: CheckedConfig) -> None:
         with as_config_errors("cache"):
             cache.check_draws()
     require(
+        cache.is_trained or cfg.sft.eviction_steps == 0,
+        f"sft.eviction_steps={cfg.sft.eviction_steps} trains the scorer of evictions, and cache.policy="
+        f"{cache.policy_name} has none; use 0, or cache.policy=learned",
+    )
+    require(
         not cache.is_trained or cfg.sft.on_policy_pairs.n_prompts == 0,
         f"sft.on_policy_pairs.n_prompts={cfg.sft.on_policy_pairs.n_prompts} samples under cache.policy="
         f"{cache.policy_name}, whose scorer is made after SFT; use 0, or another policy",

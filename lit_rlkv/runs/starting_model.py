@@ -103,8 +103,11 @@ def sft_model_dir(cfg: Config) -> Path:
     # Answers of the model itself depend on the cache, and on the batches in which they are drawn.
     names = ["task", "model", "sft", *(("cache", "rollout") if has_mistakes else ())]
     names += [] if cfg.environment is None else ["environment"]  # whose tools are in the prompts
+    starts_scorer = cfg.sft.eviction_steps > 0
+    names += ["cache", "optimizer"] if starts_scorer else []
     parts = {name: OmegaConf.to_container(cfg.source[name]) for name in names}
     parts |= {"batch_size": cfg.evaluation.batch_size} if has_mistakes else {}
+    parts |= {"lr_scale": cfg.algorithm.eviction.lr_scale} if starts_scorer else {}
     sources = [cfg.task.get("path"), cfg.task.get("dataset"), cfg.model.path]
     if has_mistakes and cfg.reward.accuracy is not None:  # decides which answers are wrong
         function = cfg.reward.functions[cfg.reward.accuracy]

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning import Callback
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.callbacks.hooks import check_hooks
@@ -18,9 +19,10 @@ from lit_rlkv.distributed.sharding import gather_full
 from lit_rlkv.files import atomic_dir, link_tree
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import make_head
-from lit_rlkv.models.kv_scorer import KV_SCORER_FILE
+from lit_rlkv.models.kv_scorer import KV_SCORER, KV_SCORER_FILE, save_kv_scorer
 from lit_rlkv.models.model_files import find_file
 from lit_rlkv.models.preparation import has_finite_logits
+from lit_rlkv.modules.eviction_start import EvictionStart
 from lit_rlkv.modules.hydra_sft import HydraSFT
 from lit_rlkv.non_finite import NonFiniteError, find_divergence
 from lit_rlkv.out_of_memory import explain_out_of_memory
@@ -31,7 +33,7 @@ from lit_rlkv.run_files import CHECKPOINTS, SFT_METRICS
 from lit_rlkv.runs.checkpoint import CheckpointDir, RetentionPolicy
 from lit_rlkv.runs.launch import broadcast_from_rank_zero
 from lit_rlkv.runs.memory import choose_checkpoints, passes_of, tokens_per_pass
-from lit_rlkv.runs.policy import load_backbone, shard
+from lit_rlkv.runs.policy import load_backbone, make_scorer, shard
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.saver import CheckpointSaver
 from lit_rlkv.runs.starting_model import (
@@ -48,6 +50,7 @@ from lit_rlkv.stages.sft_passes import (
     pass_data,
     training_passes,
 )
+from lit_rlkv.tasks import Task
 from lit_rlkv.trainer import TrainState, train
 
 SFT_WORK = "sft"
@@ -136,6 +139,10 @@ class SFTStage:
         given = pretrained_path(run.cfg.model.path, run.cfg.runs_dir)
         backbone = load_backbone(run, self._output(first - 1) if is_begun else given)
         check_data(run, backbone, self.passes)
+        scorer = None
+        if any(stage.trains_scorer for stage in self.passes[first:]):
+            scorer = make_scorer(run.cfg, backbone, given)
+            delattr(backbone, KV_SCORER)  # a part of its own pass, not of the LM
         shard(run, backbone)
         self.sizes = passes_of(run, backbone)
         self.checkpoints_layers = choose_checkpoints(run, self.sizes)
@@ -143,6 +150,10 @@ class SFTStage:
         head = None if weights is None else make_head(backbone, weights)
         # A separate reward model continues from these weights, after the LM is saved.
         for number in range(first, len(self.passes)):
+            if self.passes[number].trains_scorer:
+                assert scorer is not None
+                self._start_scorer(number, backbone, scorer, callbacks)
+                continue
             head = self._train_pass(number, backbone, head, callbacks)
             self._save_model(number, backbone, head)
         folder = sft_model_dir(run.cfg)
@@ -152,9 +163,9 @@ class SFTStage:
                 for number, stage in enumerate(self.passes):
                     link_tree(self._output(number), partial / stage.folder)
                 run.tokenizer.save_pretrained(partial)
-                scorer = None if given is None else find_file(given, KV_SCORER_FILE)
-                if scorer is not None:  # for the evictions of RL
-                    shutil.copyfile(scorer, partial / KV_SCORER_FILE)
+                file = None if given is None else find_file(given, KV_SCORER_FILE)
+                if file is not None and not (partial / KV_SCORER_FILE).is_file():  # for the evictions of RL
+                    shutil.copyfile(file, partial / KV_SCORER_FILE)
                 config = OmegaConf.to_container(run.cfg.source.sft)
                 (partial / SFT_DONE).write_text(json.dumps({"config": config}))
         run.fabric.barrier()
@@ -164,12 +175,11 @@ class SFTStage:
     def _train_pass(
         self, number: int, backbone: PreTrainedModel, head: ScalarHead | None, callbacks: Sequence[Callback]
     ) -> ScalarHead | None:
-        """Run one pass and return its reward head; the backbone is trained in place."""
+        """Run one pass of the LM or a reward model and return its reward head; the backbone is trained."""
         run, stage, cfg = self.run, self.passes[number], self.run.cfg.sft
         task = run.task
         if stage.n_answered > 0:  # asked again on resume, because the answers are not saved
             task = on_policy_preference_pairs(run, backbone, stage.n_answered, stage.seed)
-        checkpoints = self.checkpoints_layers
         module = HydraSFT(
             backbone,
             run.parts.sft_optimizer,
@@ -178,8 +188,40 @@ class SFTStage:
             n_steps=stage.n_steps,
             n_warmup_steps=cfg.n_warmup_steps,
             reward_head=head,
-            checkpoints_layers=checkpoints,
+            checkpoints_layers=self.checkpoints_layers,
         )
+        self._train_module(number, module, task, callbacks)
+        return module.reward_head
+
+    def _start_scorer(
+        self, number: int, backbone: PreTrainedModel, scorer: nn.Module, callbacks: Sequence[Callback]
+    ) -> None:
+        """Run the pass that trains a scorer on a finished LM, and save it beside that."""
+        run, cfg = self.run, self.run.cfg
+        trained = [one for one in backbone.parameters() if one.requires_grad]
+        module = EvictionStart(
+            backbone,
+            scorer,
+            run.parts.optimizer,
+            cache=run.parts.cache,
+            lr_scale=cfg.algorithm.eviction.lr_scale,
+            n_steps=self.passes[number].n_steps,
+            n_warmup_steps=cfg.sft.n_warmup_steps,
+        )
+        self._train_module(number, module, run.task, callbacks)
+        for one in trained:  # for a reward model that continues from them
+            one.requires_grad_(True)
+        if run.is_rank_zero:
+            with atomic_dir(self._output(number)) as partial:
+                link_tree(self._output(number - 1), partial)
+                save_kv_scorer(scorer.state_dict(), partial)
+
+    def _train_module(
+        self, number: int, module: HydraSFT | EvictionStart, task: Task, callbacks: Sequence[Callback]
+    ) -> None:
+        """Train the module of a pass to its end, from the checkpoint to resume if that is in it."""
+        run, stage, cfg = self.run, self.passes[number], self.run.cfg.sft
+        checkpoints, device = self.checkpoints_layers, module.backbone.device
         datamodule = pass_data(run, stage, task, tokens_per_pass(run, self.sizes, checkpoints))
         begin, end = sum(self.lengths[:number]), sum(self.lengths[: number + 1])
         resumed = self.resumed if number == self.first else None
@@ -204,13 +246,12 @@ class SFTStage:
                 lambda: (
                     f"out of memory in the SFT stage; set fabric.tokens_per_pass below "
                     f"{datamodule.tokens_per_pass}, which helps while a pass holds more than one sequence"
-                    + "".join(f", or {help}" for help in keeping_less(checkpoints, backbone.device))
+                    + "".join(f", or {help}" for help in keeping_less(checkpoints, device))
                 ),
                 lambda: datamodule.tokens_per_pass,
             ),
             interruption=run.interruption,
         )
-        return module.reward_head
 
     def _save_model(self, number: int, backbone: PreTrainedModel, head: ScalarHead | None) -> None:
         """Save the model that a pass has trained.

@@ -51,6 +51,8 @@ class SFTPass:
     """Folder below the SFT model's in which its weights are saved."""
     n_answered: int = 0
     """Prompts that the model answers first, for rejected completions; 0: the task corrupts solutions."""
+    trains_scorer: bool = False
+    """True if the scorer of evictions is trained, and the LM stays as it is."""
 
 
 def training_passes(cfg: SFTConfig) -> list[SFTPass]:
@@ -65,6 +67,9 @@ def training_passes(cfg: SFTConfig) -> list[SFTPass]:
         seed=cfg.seed,
     )
     passes = [first]
+    if cfg.eviction_steps > 0:
+        seed = derive_seed(cfg.seed, "prompts", "evictions")
+        passes.append(SFTPass(0.0, 0.0, cfg.eviction_steps, cfg.batch_size, 0, seed, trains_scorer=True))
     if not cfg.joint:
         seed = derive_seed(cfg.seed, "prompts", "reward")
         passes.append(SFTPass(0.0, 1.0, cfg.reward_steps, cfg.n_pairs, cfg.n_pairs, seed, REWARD_MODEL))

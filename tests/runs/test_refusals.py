@@ -81,6 +81,10 @@ MISTAKES = [
         ["cache.policy=learned", "sft.on_policy_pairs.n_prompts=8"],
         "sft.on_policy_pairs.n_prompts=8 samples under cache.policy=learned, whose scorer is made after SFT",
     ),
+    (
+        ["sft.eviction_steps=50"],
+        "sft.eviction_steps=50 trains the scorer of evictions, and cache.policy=random",
+    ),
     (["cache.policy=lru"], "unknown cache policy 'lru'; choose one of dense, streaming"),
     (["evaluation.budgets=[2]"], "got 2; raise the budget"),
     (["rollout.top_p=0"], "rollout.top_p must be a number above 0 and at most 1, got 0"),

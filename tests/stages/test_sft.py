@@ -7,6 +7,7 @@ import signal
 from unittest.mock import patch
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
@@ -15,9 +16,10 @@ from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.data.prompts import PromptSource, split_of
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.models.heads import ScalarHead
+from lit_rlkv.models.kv_scorer import KV_SCORER_FILE, kv_scorer_of
 from lit_rlkv.reporting.metrics_file import MetricsFile
 from lit_rlkv.runs import memory
-from lit_rlkv.runs.policy import load_backbone
+from lit_rlkv.runs.policy import load_backbone, make_roles
 from lit_rlkv.runs.preflight import checked_config
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import REWARD_HEAD, REWARD_MODEL, SFT_DONE, sft_model_dir
@@ -246,6 +248,44 @@ def test_a_signal_in_the_last_iteration_of_a_pass_loses_none_of_it(tmp_path):
     assert log.history == []
 
 
+SCORED = ["experiment=shadow", "cache.policy=learned", "cache.budget=7", "cache.window=2"]
+SCORED += ["sft.n_steps=20", "sft.steps_per_iteration=10"]
+
+
+@pytest.mark.parametrize("way", [[], slow(APART)])
+def test_a_scorer_of_evictions_starts_after_the_lm_and_leaves_it_bit_for_bit(tmp_path, way):
+    way = [*SCORED, *way, *(["sft.reward_steps=20"] if way else [])]
+    plain = run_sft(Run(config(tmp_path / "plain", *way)), [])
+    parts = Run(config(tmp_path / "started", *way, "sft.eviction_steps=20"))
+    started = run_sft(parts, [])
+    assert weights(started) == weights(plain)
+    assert not (plain / KV_SCORER_FILE).exists()
+    scorer = load_file(started / KV_SCORER_FILE)
+    assert all(float(scorer[f"layers.{layer}.out"].abs().max()) > 0 for layer in (0, 1))
+    roles = make_roles(parts, started)  # as RL begins
+    begun = kv_scorer_of(roles.backbone("policy"))
+    assert all(torch.equal(begun.state_dict()[name], each) for name, each in scorer.items())
+    if not way[len(SCORED) :]:
+        return
+    assert weights(started / REWARD_MODEL) == weights(plain / REWARD_MODEL)
+
+
+def test_the_start_of_a_scorer_is_resumed_bit_for_bit(tmp_path):
+    options = [*SCORED, "sft.eviction_steps=30"]
+    straight = run_sft(Run(config(tmp_path / "straight", *options)), [])
+    parts = Run(config(tmp_path / "cut", *options))
+
+    def stage():
+        return SFTStage(parts, tmp_path / "work", every=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        stage().train([Fails(at=4)])
+    assert stage().resumed_at == 3
+    cut = stage().train([])
+    assert (cut / KV_SCORER_FILE).read_bytes() == (straight / KV_SCORER_FILE).read_bytes()
+    assert weights_of(cut) == weights_of(straight)
+
+
 def test_a_finished_pass_is_not_trained_again(tmp_path):
     options = [*APART, "sft.n_steps=20", "sft.reward_steps=20", "sft.steps_per_iteration=10"]
     straight = run_sft(Run(config(tmp_path / "straight", *options)), [])
@@ -292,6 +332,7 @@ def test_plain_fine_tuning_does_not_check_rejected_completions(tmp_path):
         (["sft.reward_steps=0"], "sft.reward_steps must be a whole number of at least 1, got 0"),
         (["sft.joint=1"], "sft.joint must be true or false, got 1"),
         (["sft.joint=false", "sft.reward_steps=15"], "sft.reward_steps must be a multiple of"),
+        (["cache.policy=learned", "sft.eviction_steps=55"], "sft.eviction_steps must be a multiple of"),
         (["sft.on_policy_pairs.reward_weight=0"], "reward_weight must be a number above 0, got 0"),
         (["sft.reward_weight=-1"], "sft.reward_weight must be a number of at least 0, got -1"),
     ],
