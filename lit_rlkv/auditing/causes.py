@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -44,21 +44,20 @@ def readings(
     logits: Float[Tensor, "token vocab"], tokens: Int[Tensor, " token"], settings: Sequence[Sampling]
 ) -> tuple[Float[Tensor, " token"], ...]:
     """Return the log-probs of tokens for each setting; of one that is not drawn those before the cut."""
-    found: dict[Sampling, Tensor] = {}
-    for temperature in {setting.temperature for setting in settings}:
-        logps = tempered(logits, temperature).log_softmax(dim=-1)
-        own = logps.gather(-1, tokens[:, None])
-        alike = [setting for setting in settings if setting.temperature == temperature]
-        ordered = logps.sort(dim=-1).values if any(setting.is_restricted for setting in alike) else logps
-        for setting in alike:
-            found[setting] = own[:, 0]
-            if setting.is_restricted:
-                likely = ordered[:, -(setting.top_k or ordered.shape[-1]) :]
-                is_kept = keeps(setting, likely)
-                mass = likely.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
-                least = likely.masked_fill(~is_kept, torch.inf).amin(dim=-1, keepdim=True)
-                found[setting] = torch.where(own >= least, own - mass, own)[:, 0]
-    return tuple(found[setting] for setting in settings)
+    chosen = logits.gather(-1, tokens[:, None])
+    ordered = logits.sort(dim=-1).values if any(setting.is_restricted for setting in settings) else logits
+    found = []
+    for setting in settings:
+        own, likely = tempered(chosen, setting.temperature), tempered(ordered, setting.temperature)
+        logps = own - likely.logsumexp(dim=-1, keepdim=True)
+        if setting.is_restricted:
+            likely = likely[:, -(setting.top_k or likely.shape[-1]) :]
+            is_kept = keeps(setting, likely)
+            mass = likely.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1, keepdim=True)
+            least = likely.masked_fill(~is_kept, torch.inf).amin(dim=-1, keepdim=True)
+            logps = torch.where(own >= least, own - mass, logps)
+        found.append(logps[:, 0])
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ class Trial:
     """NaN where it says nothing."""
     gap: float
     """Mean |log π − log μ| of a sampled token, in nats."""
-    change: tuple[str, Any] | None = None
-    """Part of the origin that was changed, and its value."""
+    origin: Origin
+    """With this cause, and all that were found before it."""
 
 
 class Audit:
@@ -123,26 +122,25 @@ class Audit:
     @cached_property
     def own(self) -> Trial:
         """The log is as it says, and evictions are replayed."""
-        return self._trial("as logged", *self._logps([Origin(self.sampling)]))
+        (found,) = self._tried([("as logged", Origin(self.sampling))])
+        return found
 
     @cached_property
     def trials(self) -> list[Trial]:
         """The causes that were tried, what leaves least first; none, if nothing has to be explained."""
-        return [] if self.own.gap <= EXACT else self._tried(Origin(self.sampling), ())
+        return [] if self.own.gap <= EXACT else self._tried(self._causes(Origin(self.sampling)))
 
     @cached_property
     def steps(self) -> list[Trial]:
         """The causes that explain the gap together, each on top of those before it."""
         steps: list[Trial] = []
-        origin, gap, trials = Origin(self.sampling), self.own.gap, self.trials
+        gap, trials = self.own.gap, self.trials
         while trials and trials[0].gap <= EXPLAINS * gap:
             steps.append(trials[0])
             gap = trials[0].gap
             if gap <= EXACT or len(steps) == MAX_STEPS:
                 break
-            changed = [each.change for each in steps if each.change is not None]
-            origin = replace(origin, **dict(changed[-1:]))
-            trials = self._tried(origin, [name for name, _ in changed])
+            trials = self._tried(self._causes(trials[0].origin))
         return steps
 
     @property
@@ -150,8 +148,10 @@ class Audit:
         """The causes that explain the gap; None if none does, or if there is nothing to explain."""
         if self.steps:
             return replace(self.steps[-1], cause=", then ".join(each.cause for each in self.steps))
-        is_small = bool(self.trials) and self.own.gap <= ROUNDING * self.rounding_size
-        return self.rounding if is_small else None
+        if not self.trials:
+            return None
+        distance = (self.rounding.logps - self.own.logps).abs()[self.is_sampled].mean()
+        return self.rounding if self.own.gap <= ROUNDING * float(distance) else None
 
     @property
     def grows(self) -> bool:
@@ -161,75 +161,75 @@ class Audit:
         parts = [distance[self.is_sampled & is_part] for is_part in (place < first, place >= first)]
         return bool(parts[0].mean() < EXPLAINS * parts[1].mean())
 
-    @property
-    def rounding_size(self) -> float:
-        """Mean distance of the model in 16 bits from itself in 32, in nats."""
-        distance = (self.rounding.logps - self.own.logps).abs()[self.is_sampled]
-        return float(distance.mean())
-
     @cached_property
     def rounding(self) -> Trial:
         """The learner computes in bfloat16, as engines do, or if it does, in float32; the model stays so."""
         _ = self.own, self.steps  # before the model changes
         name = "float32" if self.model.dtype == torch.bfloat16 else "bfloat16"
         _ = self.model.float() if name == "float32" else self.model.bfloat16()
-        return self._trial(f"of the same model in {name}", *self._logps([Origin(self.sampling)]))
+        (found,) = self._tried([(f"of the same model in {name}", Origin(self.sampling))])
+        return found
 
-    def _tried(self, origin: Origin, done: Sequence[str]) -> list[Trial]:
-        """Return all causes on top of an origin whose parts `done` have been explained, least gap first."""
-        causes = [
-            (cause, (part, value))
-            for cause, part, value in self._causes()
-            if part not in done and getattr(origin, part) != value
-        ]
-        others = [replace(origin, **dict([change])) for _, change in causes]
-        found = zip(causes, self._logps(others), strict=True)
-        trials = [replace(self._trial(cause, logps), change=change) for (cause, change), logps in found]
+    def _tried(self, causes: Iterable[tuple[str, Origin]]) -> list[Trial]:
+        """Return the trials of causes, least gap first."""
+        names, origins = zip(*causes, strict=True)
+        trials = []
+        for name, origin, logps in zip(names, origins, self._logps(origins), strict=True):
+            gap = float((logps - self.sampler).abs()[self.is_sampled].nanmean())
+            trials.append(Trial(name, logps, gap, origin))
         # A response of a single token cannot be shifted.
         return sorted((one for one in trials if not math.isnan(one.gap)), key=lambda one: one.gap)
 
-    def _causes(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield each cause, the part of the origin that it changes, and the value; add a cause here."""
-        given = self.sampling
-        yield "of the raw logits; vLLM has logprobs_mode=processed_logprobs", "sampling", Sampling()
+    def _causes(self, origin: Origin) -> Iterator[tuple[str, Origin]]:
+        """Yield each cause that changes an origin, and the changed one."""
+        for cause, changes in self._changes(origin):
+            changed = replace(origin, **changes)
+            if changed != origin:
+                yield cause, changed
+
+    def _changes(self, origin: Origin) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each cause, and the parts of the origin that it changes; add a cause here."""
+        given, (start, end) = origin.sampling, origin.prompt
+        cause = "of the raw logits; vLLM has logprobs_mode=processed_logprobs"
+        yield cause, {"sampling": Sampling()}
         cause = "of all tokens, not of those that are drawn from alone"
-        yield cause, "sampling", Sampling(given.temperature)
+        yield cause, {"sampling": Sampling(given.temperature)}
         for each in TEMPERATURES:
-            setting = replace(given, temperature=each)
-            yield f"at temperature {each:g}, not {given.temperature:g}", "sampling", setting
+            cause = f"at temperature {each:g}, not {given.temperature:g}"
+            yield cause, {"sampling": replace(given, temperature=each)}
         for each in TOP_PS:
-            yield f"renormalised over top_p={each:g}", "sampling", replace(given, top_p=each)
+            yield f"renormalised over top_p={each:g}", {"sampling": replace(given, top_p=each)}
         for n in TOP_KS:
-            yield f"renormalised over top_k={n}", "sampling", replace(given, top_k=n)
-        yield "of a greedy engine, which logs 0", "is_greedy", True
-        yield "of the previous token: they are shifted by one", "shift", 1
-        yield "of the next token: they are shifted by one", "shift", -1
+            yield f"renormalised over top_k={n}", {"sampling": replace(given, top_k=n)}
+        yield "of a greedy engine, which logs 0", {"is_greedy": True}
+        yield "of the previous token: they are shifted by one", {"shift": 1}
+        yield "of the next token: they are shifted by one", {"shift": -1}
         if self._without_adapter is not None:
-            yield "of the model without its adapter", "has_adapter", False
+            yield "of the model without its adapter", {"has_adapter": False}
         if self.has_record:
             yield from self._other_records()
             return
-        if all(len(row.prompt_ids) > 1 for row in self.rows):
-            yield "of a prompt without its first token", "prompt", (1, None)
-            yield "of a prompt without its last token", "prompt", (0, -1)
+        if all(len(row.prompt_ids[start:end]) > 1 for row in self.rows):
+            yield "of a prompt without its first token", {"prompt": (1, end)}
+            yield "of a prompt without its last token", {"prompt": (start, -1)}
         for name in ("bos", "eos", "pad"):
             token = getattr(text_config(self.model), f"{name}_token_id", None)
             if isinstance(token, int) and token >= 0:
-                yield f"of a prompt that begins with token {token} ({name})", "first", (token,)
-                yield f"of a prompt that ends with token {token} ({name})", "last", (token,)
+                yield f"of a prompt that begins with token {token} ({name})", {"first": (token,)}
+                yield f"of a prompt that ends with token {token} ({name})", {"last": (token,)}
         latest = FEWEST_KEYS
         while latest < self.rollout.input_ids.shape[1] - N_SINKS:
-            yield f"of a cache of the first {N_SINKS} and the latest {latest} keys", "latest", latest
+            yield f"of a cache of the first {N_SINKS} and the latest {latest} keys", {"latest": latest}
             latest *= 2
 
-    def _other_records(self) -> Iterator[tuple[str, str, Any]]:
+    def _other_records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for steps, words in ((1, "longer"), (-1, "less")):
             cause = f"of queries that see evicted keys one step {words} than the record says"
-            yield cause, "record", partial(Record.delayed, by=steps)
+            yield cause, {"record": partial(Record.delayed, by=steps)}
         for name, dim in (("KV head", 2), ("layer", 1)):
-            yield f"of the {name}s in reverse order", "record", _moved(torch.flip, [dim])
-            yield f"of the next {name}", "record", _moved(torch.roll, 1, dim)
-        yield "of a cache with all keys: nothing was evicted", "shadow", False
+            yield f"of the {name}s in reverse order", {"record": _moved(torch.flip, [dim])}
+            yield f"of the next {name}", {"record": _moved(torch.roll, 1, dim)}
+        yield "of a cache with all keys: nothing was evicted", {"shadow": False}
 
     def _rollout(self, origin: Origin) -> Rollout:
         rows = self.rows
@@ -244,10 +244,6 @@ class Audit:
         n_tokens, latest = len(prompt) + len(row.response_ids), origin.latest
         times = None if latest is None else from_rule(n_tokens, last=latest, sink=N_SINKS)
         return replace(row, prompt_ids=prompt, evicted_at=times)
-
-    def _trial(self, cause: str, logps: Logps) -> Trial:
-        distance = (logps - self.sampler).abs()[self.is_sampled]
-        return Trial(cause, logps, float(distance.nanmean()))
 
     def _logps(self, origins: Sequence[Origin]) -> list[Logps]:
         """Return the log-probs of each origin; those that differ in what is read share a forward."""

@@ -89,7 +89,7 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
 
 def samples_of(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the samples of a row: the choices of a response of a server, or the row itself."""
-    samples = value.get("choices", value.get("outputs"))
+    samples = _first(value, ("choices", "outputs"))
     if not isinstance(samples, Sequence):
         yield value
         return
@@ -126,7 +126,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     if len(is_sampled) != len(response):
         raise ValueError(f"a mask has {len(is_sampled)} numbers for {len(response)} tokens of the response")
     if isinstance(logps, Mapping):  # of a server of vLLM: for chats, and for texts
-        logps = logps["content"] if "content" in logps else logps["token_logprobs"]
+        logps = logps.get("content") or logps.get("token_logprobs") or ()
     if len(logps) != len(response):
         raise ValueError(f"{len(logps)} log-probs for {len(response)} tokens of the response")
     end = max((place + 1 for place, one in enumerate(is_sampled) if one), default=0)

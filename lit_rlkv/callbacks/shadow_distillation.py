@@ -63,8 +63,7 @@ class ShadowDistillation(RLCallback):
     def __post_init__(self) -> None:
         if self.weight == self.anchor_weight == 0:
             raise ValueError(
-                "distillation.weight or distillation.anchor_weight must be above 0, got 0 for both; raise "
-                "one, or set distillation=none"
+                "weight or anchor_weight must be above 0, got 0 for both; raise one, or set distillation=none"
             )
 
     @property

@@ -94,6 +94,14 @@ def test_two_faults_are_named_one_after_the_other():
     assert found.found.gap < EXACT < found.steps[0].gap
 
 
+def test_temperature_and_top_p_are_found_together():
+    backbone = model()
+    found = audit(backbone, rows_of(sampled(backbone, temperature=0.5, top_p=0.9))).found
+    assert "at temperature 0.5, not" in found.cause
+    assert "top_p=0.9" in found.cause
+    assert found.gap < EXACT
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault):
     cache, options, sampling, plant, named = FAULTS[fault]

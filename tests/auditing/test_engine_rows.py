@@ -113,7 +113,19 @@ def test_a_table_is_read_like_lines(tmp_path):
     assert places[1].endswith("row 1")
 
 
+def test_parts_that_a_table_has_as_null_are_passed_over(tmp_path):
+    chat = {"content": None, "token_logprobs": LOGPS}
+    row = {"prompt_ids": PROMPT, "choices": None, "outputs": [{"token_ids": RESPONSE, "logprobs": chat}]}
+    (row,), _, _ = read_log(write(tmp_path, row))
+    assert row.logps.tolist() == LOGPS
+
+
 BROKEN = {
+    "got nan for token 1 of the response": FORMS["own"] | {"logps": [-0.5, float("nan"), -1.0, -1.0]},
+    "got -inf for token 0 of the response": FORMS["own"] | {"logps": [-float("inf"), -1.0, -1.0, -1.0]},
+    "got nan for token 3 of the response": FORMS["own"] | {"logps": [*LOGPS[:3], None]},
+    "no logps: give it as": FORMS["own"] | {"logps": None},
+    "response_ids must be numbers": FORMS["own"] | {"response_ids": [8, None, 10, 11]},
     "no response: give it as": {"prompt_ids": PROMPT, "logps": LOGPS},
     "no logps": {"prompt_ids": PROMPT, "response_ids": RESPONSE},
     "3 log-probs for 4 tokens": FORMS["own"] | {"logps": LOGPS[1:]},
