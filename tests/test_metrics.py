@@ -20,6 +20,7 @@ RUNS = {
         "correction.bypass_mode=false",
         "diagnostics.gradient_sources.counterfactual=tis",
         "diagnostics.performance.peak_flops=1e12",
+        "evaluation.perplexity=FOLDER/texts.jsonl",
     ],
     "tis": ["experiment=tis", "algorithm.kl.weight=0.1", "cache.target_overlap=0.86", "algorithm.resample=1"],
     "curriculum": [
@@ -52,6 +53,7 @@ def logged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     names = set()
     save_checkpoint(folder / "a-teacher")
+    (folder / "texts.jsonl").write_text('{"text": "1+2+3=  1  3  6"}')
     for name, overrides in RUNS.items():
         run(folder, name, "roles.rank=2", *(each.replace("FOLDER", str(folder)) for each in overrides))
         for path in (folder / name).glob("*metrics.csv"):
