@@ -32,6 +32,6 @@ def projected_norms(
     norms = [
         torch.linalg.vector_norm(part @ projection, 1, dim=-1, dtype=dtype)
         for of_head, projection in zip(values.unbind(1), wide, strict=True)
-        for part in of_head.split(block, dim=1)
+        for part in torch.split(of_head, block, dim=1)
     ]
     return torch.cat(norms, dim=1).view(batch, n_heads, n_slots) / group
