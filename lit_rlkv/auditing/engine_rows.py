@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.eviction_logs import from_kept
 from lit_rlkv.log_row import LogRow
+from lit_rlkv.models.backbone import check_length
 from lit_rlkv.models.replay import check_rollout
 from lit_rlkv.tasks.hub import load, numbered_rows
 from lit_rlkv.tasks.json_rows import numbered_values
@@ -68,6 +69,7 @@ def fitting_rows(
     found: Rows = [], [], [*broken]
     for row, place in zip(rows, places, strict=True):
         try:
+            check_length(model, len(row.prompt_ids) + len(row.response_ids))
             check_rollout(model, Rollout.from_log([row]).to(model.device))
         except ValueError as error:
             found[2].append(f"{place}: {error}")

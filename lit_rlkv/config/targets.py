@@ -67,7 +67,8 @@ def build(node: DictConfig) -> Any:
         ConfigError: a target that no group allows, or arguments that it does not take.
     """
     check_targets(node)
-    with as_config_errors(node._get_full_key(None) or node._target_):
+    key = node._get_full_key(None)  # a node that was taken out of its config knows no more than its name
+    with as_config_errors(key if "." in key else node._target_):
         return instantiate(node, _convert_="all")  # a checkpoint of an optimizer loads plain lists alone
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-MOST_NUMBERS = 2**24
+MOST_NUMBERS = 2**26
 """Projected numbers that are held at a time."""
 EPSILON = 1e-4
 """Added to a score, so that the value counts where no query looks."""
@@ -24,13 +24,14 @@ def projected_norms(
         weight: W_oᵀ, the rows of each query head together.
     """
     batch, n_heads, n_slots, dim = values.shape
-    of_heads = weight.to(values.dtype).view(n_heads, -1, dim, weight.shape[1])
-    block = max(1, MOST_NUMBERS // (batch * weight.shape[1]))
+    by_head = weight.to(values.dtype).view(n_heads, -1, dim, weight.shape[1])
+    group = by_head.shape[1]
+    wide = by_head.transpose(1, 2).flatten(2)  # the norms of a group add up, so its heads lie side by side
+    block = max(1, MOST_NUMBERS // (batch * wide.shape[2]))
     dtype = torch.promote_types(values.dtype, torch.float32)
-    norms = torch.zeros(batch, n_heads, n_slots, dtype=dtype, device=values.device)
-    for head, group in enumerate(of_heads):
-        for start in range(0, n_slots, block):
-            some = slice(start, start + block)
-            for projection in group:
-                norms[:, head, some] += (values[:, head, some] @ projection).abs().sum(-1, dtype=dtype)
-    return norms / of_heads.shape[1]
+    norms = [
+        torch.linalg.vector_norm(part @ projection, 1, dim=-1, dtype=dtype)
+        for of_head, projection in zip(values.unbind(1), wide, strict=True)
+        for part in torch.split(of_head, block, dim=1)
+    ]
+    return torch.cat(norms, dim=1).view(batch, n_heads, n_slots) / group

@@ -31,6 +31,8 @@ def output_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
 
 @torch.no_grad()
 def _weight(linear: nn.Module, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "head_dim hidden"]:
-    """Return what a projection makes of unit vectors: so adapters and quantized weights are in it."""
+    """Return a plain weight, or what a layer makes of unit vectors: so adapters and 4-bit codes are in it."""
+    if type(linear) is nn.Linear:
+        return linear.weight.T
     units = torch.eye(cast(int, linear.in_features), dtype=dtype, device=device)
     return cast(Tensor, linear(units) - linear(torch.zeros_like(units[:1])))  # less its bias

@@ -26,6 +26,7 @@ SETTINGS = {
     "attention of slots": "cache.policy, rollout.max_rows",
     "experts with adapters": "roles.target_modules",
     "latest queries": "cache.window, rollout.max_rows",
+    "values after a layer's projection": "cache.policy_options.value_norms, rollout.max_rows",
     "bits of sampling masks": "rollout.top_k, rollout.max_rows",
     "record of sampling masks, at most": "rollout.top_k, rollout.max_new_tokens",
     "weights packed for decoding": "rollout.compile_layers, which needs none",

@@ -10,6 +10,7 @@ from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kernels.quantization import group_of, quantized_bytes, record_bytes
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.kvcache.layer_kind import LayerKind
+from lit_rlkv.kvcache.value_norms import MOST_NUMBERS
 from lit_rlkv.models.backbone import head_dims, layer_kinds, n_kv_heads, optional_setting, text_config
 from lit_rlkv.models.packed_linear import packed_size
 from lit_rlkv.models.routing import expert_dtype, routers_of
@@ -93,6 +94,11 @@ def rollout_needs(
     if policy is not None and policy.sees_queries:
         n_query_heads = int(config.num_attention_heads)
         needs["latest queries"] = len(kinds) * n_rows * n_query_heads * cache.window * dim * itemsize
+    if policy is not None and policy.reads_projection:
+        n_query_heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
+        n_products = n_rows * max(*slots, n_prompt_columns) * n_query_heads // n_heads * hidden
+        n_numbers = min(n_products, MOST_NUMBERS) + 2 * n_query_heads * dim * hidden
+        needs["values after a layer's projection"] = n_numbers * itemsize
     if cache.dtype is not None:
         n_bytes = 2 * record_bytes(dim, cache.dtype, group_of(cache.dtype, dtype))
         needs["record of codes"] = len(kinds) * (n_rows + n_ended) * n_heads * n_columns * n_bytes

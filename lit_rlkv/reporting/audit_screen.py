@@ -118,9 +118,10 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     )
     if values["found"] is not None:
         yield f"most likely: the log-probs are those {values['found']}"
-        if len(values["steps"]) > 1:
-            left = ", then ".join(f"{each['leaves']:.2g}" for each in values["steps"])
-            yield f"which leaves {left} nats"
+        steps = values["steps"]
+        if len(steps) > 1 or (steps and steps[0]["leaves"] > EXACT):
+            left = ", then ".join(f"{each['leaves']:.2g}" for each in steps)
+            yield f"which leaves {left} nats" + (" unexplained" if steps[-1]["leaves"] > EXACT else "")
     else:
         yield "none of the causes that were tried explains the gap"
         if values["grows"] and not values["is_replayed"]:

@@ -329,8 +329,10 @@ class Decoder:
             recorder.make_room(n_steps)
 
     def forget_graph(self) -> None:
-        """Capture the step anew, because the weights that it reads may have moved."""
+        """Capture anew what reads weights, because these may have moved."""
         self._step.forget()
+        if (policy := self.kv.policy) is not None and policy.reads_projection:
+            self._evict.forget()
 
     @property
     def next_size(self) -> int:

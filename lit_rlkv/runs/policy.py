@@ -18,14 +18,23 @@ from lit_rlkv.experience.budget_control import BudgetController
 from lit_rlkv.experience.score import critic_sees_shadow
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.kernels.quantization import check_dim
+from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
-from lit_rlkv.models.backbone import head_dims, hidden_states, layer_kinds, n_embeddings, token_positions
+from lit_rlkv.models.backbone import (
+    head_dims,
+    hidden_states,
+    layer_kinds,
+    n_embeddings,
+    rope_frequencies,
+    token_positions,
+)
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of, read_kv_scorer
 from lit_rlkv.models.layouts import CRITICS, LAYOUTS
 from lit_rlkv.models.lm_head import model_body
 from lit_rlkv.models.loading import load_causal_lm
+from lit_rlkv.models.output_projection import output_projections
 from lit_rlkv.models.preparation import check_chunks, prepare_backbone
 from lit_rlkv.models.routing import routers_of
 from lit_rlkv.modules.base import PolicyModule
@@ -91,7 +100,28 @@ def _load_backbone(run: Run, path: str | Path | None, dtype: torch.dtype) -> Pre
         for dim in head_dims(backbone):
             check_dim(dim, run.parts.cache.dtype)
         check_budget_profile(run.cfg, backbone)
+        check_eviction_policy(run, backbone)
         return backbone
+
+
+def check_eviction_policy(run: Run, backbone: PreTrainedModel) -> None:
+    """Check that the model has what the cache's policy reads of it; a trained one's scorer comes later.
+
+    Raises:
+        ValueError: it has not, or it will be sharded.
+    """
+    cache, kinds = run.parts.cache, layer_kinds(backbone)
+    if not cache.is_trained:
+        SlotCache(
+            cache,
+            len(kinds),
+            n_rows=1,
+            seq_len=1,
+            device=backbone.device,
+            kinds=kinds,
+            frequencies=rope_frequencies(backbone),
+            projections=() if run.is_sharded else output_projections(backbone),
+        )
 
 
 def check_budget_profile(cfg: CheckedConfig, backbone: PreTrainedModel) -> None:

@@ -123,6 +123,18 @@ def test_the_queries_that_a_policy_looks_at_are_a_need_of_their_own():
         assert "latest queries" not in needs(blind)
 
 
+def test_values_weighed_by_the_output_projection_are_a_need_of_their_own():
+    weighs = replace(SPEC, policy="h2o", policy_options={"value_norms": True})
+    name = "values after a layer's projection"
+    config = make_model().config
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    group, weight = heads // config.num_key_value_heads, heads * config.head_dim * hidden
+    few, most = needs(weighs)[name], needs(weighs, n_columns=2**16)[name]
+    assert few == 4 * (16 * SPEC.n_slots(100) * group * hidden + 2 * weight)
+    assert most == 4 * (2**26 + 2 * weight)
+    assert name not in needs(replace(weighs, policy_options={}))
+
+
 def test_what_the_sampler_keeps_is_a_need_of_its_own():
     assert not {what for what in needs() if "masks" in what}
     # 16 responses of 10 tokens, each with 20 ids of 4 bytes; 51 tokens are the whole vocabulary

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,16 @@ def test_a_sequence_of_no_row_or_without_room_is_refused():
         rollout.go_on([first + [3] * N_MOST])
     with pytest.raises(ValueError, match="is that of no row"):
         rollout.close([first[:-1]])
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_graph_that_reads_weights_is_captured_anew_when_sequences_go_on(reads: bool):
+    rollout = opened("qwen3", spec_of("h2o", policy_options={"value_norms": reads}))
+    step, evict = rollout._decoder._step, rollout._decoder._evict
+    step.graph = evict.graph = SimpleNamespace(replay=lambda: pytest.fail("it reads weights that have moved"))
+    rollout._decoder.forget_graph()
+    assert step.graph is None
+    assert (evict.graph is None) == reads
 
 
 def test_a_row_at_its_limit_ends_with_what_it_was_given():

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.quantization import KV_DTYPES
 from lit_rlkv.kvcache import POLICIES, CacheSpec
+from lit_rlkv.kvcache.value_norms import projected_norms
 from lit_rlkv.models import prepare_backbone, replay_logps
+from lit_rlkv.models.output_projection import _weight
 from lit_rlkv.rollout import generate
 from lit_rlkv.types import Rollout
 from tests.models.test_attention_sinks import gpt_oss
@@ -74,6 +76,20 @@ def test_a_rollout_on_a_device_is_that_on_a_cpu(policy: str, dtype: str | None, 
     assert torch.equal(ids, expected.input_ids)
     assert torch.equal(evicted_at, expected.evicted_at)
     assert gap < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["Linear", "Quantized"])
+@torch.no_grad()
+def test_norms_of_projected_values_wait_for_nothing(kind: str):
+    linear, values = torch.nn.Linear(8, 6), torch.randn(2, 2, 5, 4)
+    expected = (values @ linear.weight.T.view(2, 4, 6)).abs().sum(-1)
+    if kind != "Linear":
+        linear.__class__ = type(kind, (torch.nn.Linear,), {})
+    with PretendedDevice():
+        layer, there, before = linear.to(THERE), values.to(THERE), len(PretendedDevice.waits)
+        found = projected_norms(there, _weight(layer, torch.float32, THERE))
+        assert PretendedDevice.waits[before:] == []
+        torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_tensors_of_two_devices_and_steps_that_wait_are_refused():

@@ -1,13 +1,15 @@
 """Evaluations of a run: when one that is asked to end does."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from lit_rlkv.interrupts import InterruptedRunError, Interruption
 from lit_rlkv.runs.policy import make_policy
 from lit_rlkv.runs.run import Run
-from lit_rlkv.stages.evaluation import evaluate_policy, report_on_reward
+from lit_rlkv.stages import evaluation
+from lit_rlkv.stages.evaluation import evaluate_before_training, evaluate_policy, report_on_reward
 from lit_rlkv.stages.sft import run_sft
 from lit_rlkv.tasks import ChainSum
 from lit_rlkv.trust import trusting
@@ -40,6 +42,23 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     rows, rollout = evaluate_policy(plain, roles)
     assert len(rows) == 3
     assert rollout is not None
+
+
+def test_results_from_before_a_setting_existed_are_those_of_its_default(tmp_path, monkeypatch):
+    run = Run(config(tmp_path, "stages=[sft,rl,eval]"))
+    rows: list[str] = []
+    monkeypatch.setattr(run, "save_results", lambda: None)
+    monkeypatch.setattr(evaluation, "report_on_reward", lambda *_: None)
+    monkeypatch.setattr(evaluation, "evaluate_policy", lambda *_: (rows.append("again") or [*rows], None))
+    module = SimpleNamespace(roles=None)
+    evaluate_before_training(run, module, "none")
+    assert rows == ["again"]
+    del run.results.settings["perplexity"]
+    evaluate_before_training(run, module, "none")
+    assert rows == ["again"]
+    run.results.settings["n_prompts"] += 1
+    evaluate_before_training(run, module, "none")
+    assert rows == ["again", "again"]
 
 
 def test_an_environment_that_alone_gives_the_reward_gives_the_score(tmp_path):

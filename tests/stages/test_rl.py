@@ -62,6 +62,21 @@ def test_a_budget_profile_must_fit_the_model_at_every_budget_of_the_run(runs, jo
             policy(runs, joint, *options, more, "diagnostics=light", "distillation=none")
 
 
+def test_a_policy_that_reads_what_the_model_lacks_is_refused_before_any_work(runs, joint, monkeypatch):
+    weighs = ["cache.policy=h2o", "+cache.policy_options.value_norms=true"]
+    policy(runs, joint, *weighs)
+    monkeypatch.setattr("lit_rlkv.runs.policy.rope_frequencies", lambda model: None)
+    with pytest.raises(ConfigError, match=r"model: cache\.policy=triattention needs RoPE"):
+        policy(runs, joint, "cache.policy=triattention")
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "is_sharded", True)
+        with pytest.raises(ConfigError, match=r"o_proj.* FSDP shards it"):
+            policy(runs, joint, *weighs)
+    monkeypatch.setattr("lit_rlkv.runs.policy.output_projections", lambda model: ())
+    with pytest.raises(ConfigError, match=r"model: cache\.policy=h2o weighs values .* leave cache\.policy"):
+        policy(runs, joint, *weighs)
+
+
 def test_codes_that_do_not_fit_in_bytes_are_refused_before_any_work(runs, joint, monkeypatch):
     policy(runs, joint, "cache.dtype=int4")
     monkeypatch.setattr("lit_rlkv.runs.policy.head_dims", lambda model: {8, 7})
