@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from lit_rlkv.auditing.engine_rows import read_log
+from lit_rlkv.auditing.engine_rows import fitting_rows, read_log
+from lit_rlkv.log_row import LogRow
+from tests.auditing.logs import model
 
 PROMPT, RESPONSE, LOGPS = [5, 6, 7], [8, 9, 10, 11], [-0.5, -1.5, -0.25, -2.0]
 CANDIDATES = [
@@ -144,3 +146,11 @@ def test_a_broken_row_is_named_and_the_others_are_read(said, tmp_path):
     assert len(rows) == len(places) == 2
     assert "rows.jsonl:2: " in why
     assert said in why
+
+
+def test_a_row_longer_than_the_model_is_named_and_the_others_stay():
+    rows = [LogRow([5] * 4, [6] * n, [-1.0] * n) for n in (3, 60)]
+    kept, places, broken = fitting_rows(model(max_position_embeddings=32), rows, ["1", "2"], ["0: known"])
+    assert (len(kept), places, broken[0]) == (1, ["1"], "0: known")
+    assert broken[1].startswith("2: ")
+    assert "64 tokens" in broken[1]
