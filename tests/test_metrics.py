@@ -37,6 +37,7 @@ RUNS = {
         "reward=mixed",
         "+reward.functions.number={_target_: lit_rlkv.rewards.Numeric, weight: 0.1}",
     ],
+    "remax": ["algorithm=remax", "diagnostics=none"],
     "online_dpo": ["experiment=online_dpo_smd"],
     "tools": ["experiment=tools", "rollout.max_new_tokens=80", "reward.environment=1", "diagnostics=none"],
     "learned": ["experiment=shadow", "cache.policy=learned", "sft.eviction_steps=50", "diagnostics=none"],
