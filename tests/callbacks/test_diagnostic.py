@@ -113,7 +113,8 @@ def test_the_policy_is_measured_with_its_adapter_in_every_layout(layout, make):
 )
 def test_an_option_without_a_meaning_is_refused_by_its_name(make, option, values):
     for value in values:
-        with pytest.raises(ValueError, match=rf"{option}.*{re.escape(str(value))}"):
+        said = (value or ["none"])[0] if isinstance(value, list) else value
+        with pytest.raises(ValueError, match=rf"{option}.*{re.escape(str(said))}"):
             make(**{"every": 1} | {option: value})
 
 
