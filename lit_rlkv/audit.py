@@ -124,8 +124,10 @@ def audit(asked: AuditArguments) -> None:
         without_adapter = None if asked.adapter is None else load_adapter(model, asked.adapter)
         meter = ProgressMeter("audit", quiet_s=QUIET_S)
         found = Audit(model, rows, asked.sampling, without_adapter, lambda n, total: meter.show(n, total, {}))
-        values = as_values(found, places, broken)
-        meter.stop()
+        try:
+            values = as_values(found, places, broken)
+        finally:
+            meter.stop()
     if asked.as_json:
         sys.stdout.write(json.dumps(values, indent=1) + "\n")
     else:

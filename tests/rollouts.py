@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import Policy
+from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.models import replay_logps
 from lit_rlkv.rollout import generate
 from lit_rlkv.rollout.decoder import Decoder, DecodeSettings

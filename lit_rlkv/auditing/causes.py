@@ -272,17 +272,16 @@ class Audit:
     def _read(self, origin: Origin, settings: Sequence[Sampling]) -> list[Logps]:
         """Return the learner's log-probs of the responses for each setting."""
         rollout = self._rollout(origin)
-        model = self.model
-        bare = nullcontext if origin.has_adapter else self._without_adapter or nullcontext
+        without = None if origin.has_adapter else self._without_adapter
         found = [torch.zeros_like(rollout.rollout_logps, dtype=torch.float32) for _ in settings]
 
         def read(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-            return readings(head_logits(model, states), tokens, settings)
+            return readings(head_logits(self.model, states), tokens, settings)
 
-        size = max(MAX_CHUNK_LOGITS // text_config(model).vocab_size, 1)
-        with bare():
+        size = max(MAX_CHUNK_LOGITS // text_config(self.model).vocab_size, 1)
+        with nullcontext() if without is None else without():
             for rows, part in passes(rollout, TOKENS_PER_PASS):
-                hidden = response_hidden(model, part, shadow=origin.shadow)
+                hidden = response_hidden(self.model, part, shadow=origin.shadow)
                 tokens = part.input_ids[part.response_mask]
                 chunks = in_chunks(read, hidden, tokens, size=size, stores_gradients=False)
                 for out, each in zip(found, chunks, strict=True):

@@ -19,7 +19,8 @@ from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, accuracy_
 from lit_rlkv.experience.sample import encode_problems, sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import DENSE, Policy
+from lit_rlkv.kvcache.policies import DENSE
+from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes
 from lit_rlkv.non_finite import NonFiniteError
@@ -259,9 +260,9 @@ class Evaluator:
         cut = cut_into_passes(lengths, self.tokens_per_pass)
         passes = [part.tolist() for rows in cut for part in torch.split(rows, self.batch_size)]
         own = []
-        for number in range(self.ranks.rank, len(passes), self.ranks.size):
-            texts = [self.texts[row] for row in passes[number]]
-            with acting_as(self.roles, "policy") as backbone:
+        with acting_as(self.roles, "policy") as backbone:
+            for number in range(self.ranks.rank, len(passes), self.ranks.size):
+                texts = [self.texts[row] for row in passes[number]]
                 generator = stream(self.seed, "perplexity", cache.label, number, device=backbone.device)
                 own.append((number, summed_nll(backbone, texts, cache, generator)))
         # In the order of the passes, so that the sum does not depend on the number of ranks.

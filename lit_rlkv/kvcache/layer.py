@@ -18,7 +18,7 @@ from lit_rlkv.kvcache.code_record import CodeRecord
 from lit_rlkv.kvcache.feed import Feed
 from lit_rlkv.kvcache.feed_attention import feed_attention, received_attention
 from lit_rlkv.kvcache.layer_kind import LayerKind
-from lit_rlkv.kvcache.policies import SlotView
+from lit_rlkv.kvcache.policy import SlotView
 from lit_rlkv.kvcache.recent_queries import RecentQueries
 from lit_rlkv.kvcache.slots import Slots
 from lit_rlkv.kvcache.value_norms import Projection

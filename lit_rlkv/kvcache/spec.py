@@ -7,7 +7,8 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies import DENSE, POLICIES, WITHOUT_OPTIONS, Policy, load_policy_class
+from lit_rlkv.kvcache.policies import DENSE, POLICIES, WITHOUT_OPTIONS, load_policy_class
+from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.settings import CacheSettings, dataclass
 
 BETA = 20

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
-from lit_rlkv.kvcache.policies import Learned, Policy
+from lit_rlkv.kvcache.policies import Learned
+from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.kvcache.scorer import KVShape
 from lit_rlkv.models.attention import AttentionInputs
 from lit_rlkv.models.backbone import hidden_states, token_positions

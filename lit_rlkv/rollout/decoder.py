@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lit_rlkv.kernels.backend import uses_triton
 from lit_rlkv.kernels.token_sampling import NoiseRows
 from lit_rlkv.kvcache import CacheSpec, SlotCache
-from lit_rlkv.kvcache.policies import Policy
+from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.models.backbone import (
     can_be_captured,
     check_deterministic,

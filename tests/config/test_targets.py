@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from lit_rlkv.cli import compose_arguments
 from lit_rlkv.config import ConfigError, build, check_saved_code, check_targets, grant_trust
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import Policy
+from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.trust import trusted_modules, trusting
 
 MODULE = """
@@ -17,7 +17,7 @@ import os
 from shutil import rmtree
 
 import torch
-from lit_rlkv.kvcache.policies import Policy
+from lit_rlkv.kvcache.policy import Policy
 
 class Thing:
     def __init__(self, size: int = 1):

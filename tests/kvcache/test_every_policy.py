@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kvcache import POLICIES, CacheSpec, SlotCache
-from lit_rlkv.kvcache.policies import Policy, SlotView
+from lit_rlkv.kvcache.policy import Policy, SlotView
 from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 
 KV_HEADS, GROUP, DIM = 2, 2, 8

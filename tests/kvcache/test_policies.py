@@ -12,12 +12,11 @@ from lit_rlkv.kvcache.policies import (
     RKV,
     UNTRAINED,
     Learned,
-    Policy,
-    SlotView,
     TriAttention,
     importance,
     redundancy,
 )
+from lit_rlkv.kvcache.policy import Policy, SlotView
 from lit_rlkv.kvcache.scorer import KVShape, LayerScorer
 from lit_rlkv.kvcache.slots import Slots
 from lit_rlkv.kvcache.value_norms import projected_norms

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import Learned, SlotView
+from lit_rlkv.kvcache.policies import Learned
+from lit_rlkv.kvcache.policy import SlotView
 from lit_rlkv.models.eviction_logps import (
     KeyRecord,
     count_decisions,
