@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lit_rlkv.kernels.evict import choose_survivors
+from lit_rlkv.kvcache.seeded_draws import seeded_draws
 from lit_rlkv.log_row import is_whole_numbers
 from lit_rlkv.types import NEVER
 
@@ -102,8 +104,7 @@ def from_rule(
     """Return the times of a cache that keeps the `sink` first and the `last` latest keys, in all heads.
 
     The record of the policy `streaming` is that of `last = budget - sink` with compactions at
-    `range(n_prompt, n_tokens - 1, interval)`. That of `random` is no rule: its draws depend on all rows that
-    were decoded together, so it needs its table.
+    `range(n_prompt, n_tokens - 1, interval)`.
 
     Args:
         compactions: positions of the first query after each compaction, which keeps the `last` keys before
@@ -115,6 +116,37 @@ def from_rule(
         moments = torch.tensor([*sorted(compactions), NEVER])
         times = moments[torch.searchsorted(moments, times + 1)]
     return times.masked_fill((position < sink) | (times >= n_tokens), NEVER).int()[None, None]
+
+
+def from_seed(
+    n_tokens: int,
+    seed: int,
+    *,
+    n_layers: int,
+    n_kv_heads: int,
+    budget: int,
+    compactions: Iterable[int],
+    sink: int = 0,
+    window: int = 1,
+) -> Int[Tensor, "layer kv_head token"]:
+    """Return the times of the policy `random` with `cache.policy_options.seed`.
+
+    Args:
+        n_layers: layers with attention.
+        compactions: positions of the first query after each compaction, `range(n_prompt, n_tokens - 1,
+            interval)` for a prompt that was read in one piece.
+        sink, window: first and latest keys, which stay.
+    """
+    position = torch.arange(n_tokens).expand(n_layers, n_kv_heads, -1)
+    times = torch.full(position.shape, NEVER, dtype=torch.int32)
+    first, kept = torch.zeros(n_layers, dtype=torch.long), {"budget": budget, "sink": sink, "window": window}
+    for moment in sorted(compactions):
+        is_there, now = (position < moment) & (times == NEVER), torch.tensor([moment])
+        draws = [seeded_draws(seed, layer, position[:1], now) for layer in range(n_layers)]
+        held = position.where(is_there, -1)
+        _, is_kept = choose_survivors(torch.cat(draws), held, now.expand(n_layers), first, **kept)
+        times[is_there & ~is_kept] = moment
+    return times
 
 
 def _whole(values: Tensor) -> Int[Tensor, "*lead place"]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_rlkv.eviction_logs import from_kept, from_rule, from_slots
+from lit_rlkv.eviction_logs import from_kept, from_rule, from_seed, from_slots
 from lit_rlkv.types import NEVER
 from tests.rollouts import roll_out, spec_of
 
@@ -105,19 +105,24 @@ def test_a_rule_with_compactions_keeps_the_latest_keys_before_each():
     ]
 
 
-def test_streaming_needs_no_table_because_its_rule_is_its_record():
-    spec = spec_of("streaming")
-    rollout = roll_out(cache=spec)
-    starts = rollout.response_mask.int().argmax(dim=1)
-    for row, mask in enumerate(rollout.attention_mask):
-        first = int(mask.int().argmax())
-        n_prompt, n = int(starts[row]) - first, int(mask.sum())
-        rule = from_rule(
-            n,
-            last=spec.budget - spec.sink,
-            sink=spec.sink,
-            compactions=range(n_prompt, n - 1, spec.interval),
-        )
-        times = rollout.evicted_at[row, :, :, first:]
-        times = torch.where(times == NEVER, times, times - first)
-        assert torch.equal(times, rule[0].expand_as(times))
+@pytest.mark.parametrize("lens", [(15, 11, 6), (30, 21, 2)])
+def test_rules_need_no_table(lens):
+    streaming, seeded = spec_of("streaming"), spec_of("random", policy_options={"seed": 7})
+
+    def rule_of(spec, n_prompt, n):
+        moments = range(n_prompt, n - 1, spec.interval)
+        if spec == streaming:
+            return from_rule(n, last=spec.budget - spec.sink, sink=spec.sink, compactions=moments)[0]
+        kept = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
+        return from_seed(n, 7, n_layers=3, n_kv_heads=2, compactions=moments, **kept)
+
+    for spec in (streaming, seeded):
+        rollout = roll_out(cache=spec, lens=lens)
+        starts = rollout.response_mask.int().argmax(dim=1)
+        for row, mask in enumerate(rollout.attention_mask):
+            first = int(mask.int().argmax())
+            times = rollout.evicted_at[row, :, :, first:]
+            times = torch.where(times == NEVER, times, times - first)
+            rule = rule_of(spec, int(starts[row]) - first, int(mask.sum()))
+            assert torch.equal(times, rule.expand_as(times))
+            assert (times != NEVER).any()

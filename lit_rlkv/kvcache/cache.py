@@ -110,6 +110,8 @@ class SlotCache(Cache):
         layers: list[Any] = [self._layer(kind) for kind in self.kinds]
         self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
         """The layers with attention."""
+        for number, layer in enumerate(self.slot_layers):
+            layer.number = number
         self.balance = tuple(balance)
         for layer, of_layer in zip(self.slot_layers, self.balance, strict=len(balance) > 0):
             layer.balance = of_layer
@@ -123,8 +125,8 @@ class SlotCache(Cache):
                     f"cache.policy={spec.policy_name} needs the scorer that RL trains, and this model has "
                     "none; give it one by lit_rlkv.models.kv_scorer.load_kv_scorer, or use another policy"
                 )
-            for number, layer in enumerate(self.slot_layers):
-                layer.scorer = cast("Callable[[int], Callable[..., Tensor]]", scorer.layer)(number)
+            for layer in self.slot_layers:
+                layer.scorer = cast("Callable[[int], Callable[..., Tensor]]", scorer.layer)(layer.number)
         if self.policy is not None and self.policy.reads_projection:
             if not projections:
                 raise ValueError(

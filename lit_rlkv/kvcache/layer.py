@@ -48,6 +48,8 @@ class SlotLayer(CacheLayerMixin):
         # garbage collection.
         self.cache: SlotCache = weakref.proxy(cache)
         self.kind = kind
+        self.number = 0
+        """Among the layers with attention."""
         self.group = 0
         """Number of the group of layers whose budget this one has."""
         self.scaling = 1.0
@@ -455,6 +457,8 @@ class SlotLayer(CacheLayerMixin):
             now=newest + 1,
             scorer=self.scorer,
             frequencies=self.cache.frequencies,
+            layer=self.number,
+            first=first,
             projection=self.projection,
         )
         if policy is not None and policy.tracks_attention == "renewed" and attention is not None:

@@ -17,6 +17,7 @@ from lit_rlkv.checks import Range
 from lit_rlkv.kernels import slot_scores
 from lit_rlkv.kvcache.policy import Policy, SlotView
 from lit_rlkv.kvcache.scorer import KVScorer, KVShape
+from lit_rlkv.kvcache.seeded_draws import BITS, seeded_draws
 from lit_rlkv.kvcache.value_norms import EPSILON
 from lit_rlkv.trust import load_trusted_class
 
@@ -313,11 +314,26 @@ class Random(Policy):
     """Uniformly random eviction, a baseline.
 
     score(k) ~ U(0, 1), drawn anew at each compaction and independently for each KV head.
+
+    Args:
+        seed: take `seeded_draws` of it, so that seed and rule are the record: see `eviction_logs.from_seed`.
+            Rows of equal length then lose the same keys. None: each row draws its own.
     """
 
     draws = True
 
+    def __init__(self, seed: int | None = None) -> None:
+        if seed is not None:
+            Range(least=0, most=2**BITS - 1).check("seed", seed, int)
+        self.seed = seed
+        self.draws = seed is None
+
     def score(self, view: SlotView) -> Float[Tensor, "batch kv_head slot"]:
+        if self.seed is not None:
+            assert view.first is not None
+            assert view.now is not None
+            positions = view.columns - view.first[:, None, None]
+            return seeded_draws(self.seed, view.layer, positions, view.now - view.first)
         shape, device = view.columns.shape, view.columns.device
         return torch.rand(shape, generator=view.generator, device=device, dtype=torch.float32)
 

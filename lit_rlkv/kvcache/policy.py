@@ -51,6 +51,10 @@ class SlotView:
     frequencies: Float[Tensor, " pair"] | None = None
     """Radians by which RoPE rotates the pairs of numbers d and d + n_pairs per column; None unless the policy
     sets `reads_rope`."""
+    layer: int = 0
+    """Number of this layer among those with attention."""
+    first: Int[Tensor, " batch"] | None = None
+    """Column of the first token of each row, that is, its padding."""
     projection: Projection | None = None
     """This layer's W_o; None unless the policy sets `reads_projection`."""
 
