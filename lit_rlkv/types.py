@@ -265,23 +265,6 @@ class Record(TensorBatch):
         """Return the record of a dense cache: each key is seen up to the end of its row."""
         return cls(torch.where(attention_mask, _row_ends(attention_mask), 0).int()[:, None, None])
 
-    @classmethod
-    def stacked(cls, views: Sequence["Record"]) -> "Record":
-        """Return views of the same rows, one after another; one that lacks a part gets one of no effect."""
-        shape = max((view.evicted_at.shape for view in views), key=torch.Size.numel)
-        chosen = next((view.expert_ids for view in views if view.expert_ids is not None), None)
-        own = None if chosen is None else torch.full_like(chosen, OWN_CHOICE)
-        return cls.cat(
-            [
-                replace(
-                    view,
-                    evicted_at=view.evicted_at.expand(shape),
-                    expert_ids=own if view.expert_ids is None else view.expert_ids,
-                )
-                for view in views
-            ]
-        )
-
     def view(
         self, attention_mask: Bool[Tensor, "batch seq"], *, shadow: bool, routing: bool = True
     ) -> "Record":

@@ -201,7 +201,6 @@ def test_without_a_learned_reward_no_reward_role_is_built(train: Train):
     [
         "algorithm.loss.separate_passes=false",
         "algorithm.loss.target_kl=1000.0",
-        "roles.stack_passes=true",
         "roles.gradient_checkpointing=true",
         "fabric.tokens_per_pass=48",
     ],

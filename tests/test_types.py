@@ -148,10 +148,6 @@ OPERATIONS: dict[str, Operation] = {
         lambda b: b.cat([b, b.rows(torch.tensor(PICKED))]),
         lambda _, rows: rows + [rows[row] for row in PICKED],
     ),
-    "stacked": (
-        lambda b: replace(b.cat([b, b]), record=WithOneMore.stacked([b.record, b.record])),
-        lambda _, rows: rows + rows,
-    ),
     "another device": (lambda b: b.to("cpu"), lambda _, rows: rows),
 }
 
@@ -236,26 +232,6 @@ def test_a_view_has_what_a_forward_replays(shadow: bool, routing: bool):
     assert parts_of(view) == expected
     assert parts_of(view.until(-2)) == {name: [row[:-2] for row in rows] for name, rows in expected.items()}
     assert parts_of(Record.dense(MASK)) == {"evicted_at": DENSE}
-
-
-def test_views_are_stacked_and_one_without_a_part_gets_one_of_no_effect():
-    record = make_record()
-    experts, times = parts_of(record)["expert_ids"], as_seen(parts_of(record)["evicted_at"])
-    own = each(lambda _: OWN_CHOICE, experts)
-    all_layers = [[cell * 2 for cell in row] for row in DENSE]
-    exact = replace(record, codes=None)
-    views = [
-        exact.view(MASK, shadow=shadow, routing=routing)
-        for shadow, routing in ((True, True), (False, False), (False, True))
-    ]
-    assert parts_of(Record.stacked(views)) == {
-        "evicted_at": times + all_layers + all_layers,
-        "expert_ids": experts + own + experts,
-    }
-    rounded = parts_of(Record.stacked([record.view(MASK, shadow=True)] * 2))
-    assert rounded["codes"] == 2 * parts_of(record)["codes"]
-    with pytest.raises(AssertionError, match="only some batches have"):
-        Record.stacked([record.view(MASK, shadow=shadow) for shadow in (True, False)])
 
 
 def test_a_flat_sequence_has_all_parts_of_its_tokens_and_evictions_of_the_rows():

@@ -270,8 +270,6 @@ class RolesConfig:
     shadow_attention: Literal["lists", "segments"] = "lists"
     """attention of the learner: by lists of keys for blocks of queries, or between evictions by torch's flash
     kernels, where heads, dtype and interval fit them"""
-    stack_passes: Bool = False
-    """score reference, reward and value as one batch"""
 
 
 @dataclass(frozen=True, kw_only=True)

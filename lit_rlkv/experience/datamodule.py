@@ -300,16 +300,14 @@ class RolloutDataModule(L.LightningDataModule):
             "reward": dense_view,
             "value": critic_sees_shadow(self.roles_config, self.correction, self.cache),
         }
-        stacks_passes = self.roles_config.stack_passes
         explain = partial(explain_scoring, self._shape, self.settings, self.tokens_per_pass)
-        with explain_out_of_memory(partial(explain, stacks_passes=stacks_passes), self.tokens_at_once):
+        with explain_out_of_memory(explain, self.tokens_at_once):
             return score_rollout(
                 self.roles,
                 rollout,
                 {role: shadow for role, shadow in views.items() if role in wanted},
                 temperature=self.settings.temperature,
                 tokens_per_pass=self.tokens_per_pass,
-                stacks_passes=stacks_passes,
                 on_progress=on_progress,
             )
 

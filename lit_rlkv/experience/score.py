@@ -1,18 +1,17 @@
 """Score a rollout with every role, in as few forwards as possible."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from lit_rlkv.config.schema import RolesConfig
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.models.adapters import lora_layers, use_adapter, use_adapters_by_row
-from lit_rlkv.models.backbone import check_length, hidden_states, token_positions
+from lit_rlkv.models.adapters import lora_layers, use_adapter
+from lit_rlkv.models.backbone import check_length
 from lit_rlkv.models.heads import last_token
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.learner import learner_states
@@ -23,7 +22,6 @@ from lit_rlkv.models.replay import (
     response_logps_and_entropy,
     scatter_to_response,
 )
-from lit_rlkv.models.routing import routers_of
 from lit_rlkv.objectives.corrections import Correction
 from lit_rlkv.types import Record, Rollout
 
@@ -68,7 +66,6 @@ def score_rollout(
     *,
     temperature: float | int,
     tokens_per_pass: int = TOKENS_PER_PASS,
-    stacks_passes: bool = False,
     on_progress: Callable[[int], object] = lambda n_rows: None,
 ) -> dict[str, Tensor]:
     """Return by role log-probs [batch, seq] of policy and reference, values [batch, seq], rewards [batch].
@@ -80,7 +77,6 @@ def score_rollout(
         views: True for roles with the shadow view (the keys that the sampler saw), False for the dense view.
         temperature: the temperature of the rollout.
         tokens_per_pass: most tokens in one forward, padding included.
-        stacks_passes: run the passes of one backbone as one batch, with an adapter per row.
         on_progress: called after each pass with its number of responses.
 
     Raises:
@@ -91,13 +87,10 @@ def score_rollout(
         on_progress(len(rollout.input_ids))
         return {}
     pass_of = {role: _pass_over(rollout, roles, role, shadow) for role, shadow in views.items()}
-    wanted = set(pass_of.values())
-    # Those that share a backbone share a batch.
-    n_stacked = max(Counter(one.backbone for one in wanted).values()) if stacks_passes else 1
     parts: dict[str, list[Tensor]] = defaultdict(list)
     order: list[Tensor] = []
-    for rows, part in passes(rollout, tokens_per_pass // n_stacked):
-        hidden = _hidden(roles, part, wanted, stacks_passes)
+    for rows, part in passes(rollout, tokens_per_pass):
+        hidden = {one: _hidden(roles, part, one) for one in dict.fromkeys(pass_of.values())}
         order.append(rows)
         for role in views:
             states = hidden[pass_of[role]]
@@ -132,51 +125,13 @@ def _read(
     return response_logps(roles.backbone(role), rollout, predicts, temperature)
 
 
-def _hidden(
-    roles: Roles, rollout: Rollout, passes: set[ForwardPass], stacks_passes: bool
-) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
-    by_backbone: dict[tuple[str, bool], list[ForwardPass]] = defaultdict(list)
-    for one in sorted(passes, key=repr):
-        # Attention rounds the keys of all rows of a batch or of none.
-        by_backbone[one.backbone, one.shadow and rollout.record.codes is not None].append(one)
-    found: dict[ForwardPass, Tensor] = {}
-    for (name, _), mine in by_backbone.items():
-        backbone = roles.named_backbone(name)
-        if stacks_passes and len(mine) > 1:
-            found |= _stacked(backbone, rollout, mine)
-            continue
-        for one in mine:
-            with use_adapter(lora_layers(backbone), one.adapter):
-                found[one] = learner_states(
-                    backbone,
-                    rollout.input_ids,
-                    rollout.attention_mask,
-                    prompt_columns(rollout),
-                    one.record_of(rollout),
-                )
-    return found
-
-
-def _stacked(
-    backbone: PreTrainedModel, rollout: Rollout, passes: list[ForwardPass]
-) -> dict[ForwardPass, Float[Tensor, "batch seq dim"]]:
-    n_rows = len(rollout.input_ids)
-    rows = torch.arange(n_rows, device=rollout.input_ids.device).repeat(len(passes))
-    adapters = [one.adapter for one in passes]
-    if rollout.record.expert_ids is not None:
-        routers_of(backbone)  # found before, because that takes forwards of other rows
-    chosen = (
-        use_adapter(lora_layers(backbone), adapters[0])
-        if len(set(adapters)) == 1
-        else use_adapters_by_row(backbone, [adapter for adapter in adapters for _ in range(n_rows)])
-    )
-    with chosen:
-        # An adapter belongs to a row, so the rows share no prompt.
-        positions = token_positions(rollout.attention_mask[rows])
-        hidden = hidden_states(
+def _hidden(roles: Roles, rollout: Rollout, one: ForwardPass) -> Float[Tensor, "batch seq dim"]:
+    backbone = roles.named_backbone(one.backbone)
+    with use_adapter(lora_layers(backbone), one.adapter):
+        return learner_states(
             backbone,
-            rollout.input_ids[rows],
-            positions,
-            record=Record.stacked([one.record_of(rollout) for one in passes]),
+            rollout.input_ids,
+            rollout.attention_mask,
+            prompt_columns(rollout),
+            one.record_of(rollout),
         )
-    return dict(zip(passes, torch.split(hidden, n_rows), strict=True))

@@ -3,9 +3,9 @@
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -185,25 +185,3 @@ def use_adapter(layers: Sequence[LoraLayer], adapter: str | None) -> AbstractCon
     """Activate one adapter within a `with` block, or disable all (None); then restore the previous one."""
     active = [layer._active_adapter if adapter is None else [adapter] for layer in layers]
     return use_states(layers, [(adapter is None, names) for names in active])
-
-
-@contextmanager
-def use_adapters_by_row(backbone: PreTrainedModel, adapters: Sequence[str | None]) -> Iterator[None]:
-    """Activate an adapter for each row of the batch (None: disabled), so that roles share one forward.
-
-    For inference by `hidden_states` only: `learner_states` has no rows. A layer that mixes rows of the batch
-    raises peft's ValueError.
-    """
-    names = ["__base__" if adapter is None else adapter for adapter in adapters]
-
-    def route(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {"adapter_names": names}
-
-    layers = lora_layers(backbone)
-    with ExitStack() as stack:
-        stack.enter_context(use_adapter(layers, next(a for a in adapters if a is not None)))
-        for layer in layers:
-            stack.enter_context(cast(nn.Module, layer).register_forward_pre_hook(route, with_kwargs=True))
-        yield

@@ -80,12 +80,9 @@ def explain_rollout(
     )
 
 
-def explain_scoring(
-    shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int, *, stacks_passes: bool
-) -> str:
+def explain_scoring(shape: tuple[int, int], settings: RolloutConfig, tokens_per_pass: int) -> str:
     """Return the message for a rollout of `shape` (rows, columns)."""
-    helps = ["set roles.stack_passes=false"] if stacks_passes else []
-    return _explain_pass("scoring", shape, tokens_per_pass, helps, settings)
+    return _explain_pass("scoring", shape, tokens_per_pass, [], settings)
 
 
 def explain_update(

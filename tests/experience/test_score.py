@@ -66,26 +66,23 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-@pytest.mark.parametrize("stacks_passes", [False, True])
 @pytest.mark.parametrize("tokens_per_pass", [1, 3 * 16, TOKENS_PER_PASS])
 @pytest.mark.parametrize("views", VIEWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass, stacks_passes):
-    found = scores(layout, VIEWS[views], tokens_per_pass=tokens_per_pass, stacks_passes=stacks_passes)
+def test_scores_are_those_of_one_role_at_a_time(layout, views, tokens_per_pass):
+    found = scores(layout, VIEWS[views], tokens_per_pass=tokens_per_pass)
     assert found.keys() == VIEWS[views].keys()
     for role, shadow in VIEWS[views].items():
         assert difference(found[role], alone(roles_of(layout), role, shadow)) < 1e-5, role
 
 
-@pytest.mark.parametrize("stacks_passes", [False, True])
-def test_only_views_of_the_sampler_are_rounded(stacks_passes: bool):
+def test_only_views_of_the_sampler_are_rounded():
     *rows, n_columns = rollout().evicted_at.shape
     record = torch.zeros(*rows, 2 * record_bytes(8, "int4", 64), n_columns, dtype=torch.uint8)
     rounded = rollout().with_record(codes=Codes("int4", 64, record))
     views = VIEWS["as a replaying learner asks"] | {"policy": True}
-    settings = {"temperature": TEMPERATURE, "stacks_passes": stacks_passes}
-    found = score_rollout(roles_of("hydra"), rounded, views, **settings)
-    plain = score_rollout(roles_of("hydra"), rollout(), views, **settings)
+    found = score_rollout(roles_of("hydra"), rounded, views, temperature=TEMPERATURE)
+    plain = score_rollout(roles_of("hydra"), rollout(), views, temperature=TEMPERATURE)
     with torch.no_grad(), acting_as(roles_of("hydra"), "policy") as backbone:
         alone = replay_logps(backbone, rounded, temperature=TEMPERATURE)
     assert difference(found["policy"], alone) < 1e-5
@@ -107,35 +104,32 @@ def test_the_comparison_catches_a_wrong_view_a_wrong_role_and_a_wrong_temperatur
 
 
 @pytest.mark.parametrize(
-    ("layout", "views", "n_forwards", "n_stacked"),
+    ("layout", "views", "n_forwards"),
     [
         # reference and reward under one view are one forward, and the critic's adapter another
-        ("hydra", {"reference": True, "reward": True}, 1, 1),
-        ("hydra", {"reference": True, "reward": True, "value": True}, 2, 1),
-        ("j_hydra", {"reference": True, "reward": True, "value": True}, 2, 1),
+        ("hydra", {"reference": True, "reward": True}, 1),
+        ("hydra", {"reference": True, "reward": True, "value": True}, 2),
+        ("j_hydra", {"reference": True, "reward": True, "value": True}, 2),
         # two views of the same role are two forwards
-        ("hydra", VIEWS["as a replaying learner asks"], 3, 1),
+        ("hydra", VIEWS["as a replaying learner asks"], 3),
         # policy and critic are one where they share their adapter
-        ("hydra", VIEWS["dense"], 3, 1),
-        ("j_hydra", VIEWS["dense"], 2, 1),
-        # only passes of the same backbone can be shared or stacked
-        ("dynamic_lora", VIEWS["dense"], 4, 2),
-        ("dynamic_lora", {"reference": True, "reward": True, "value": True}, 3, 2),
-        ("lora_ppo", VIEWS["dense"], 4, 4),
-        ("ppo", VIEWS["dense"], 4, 4),
-        ("hydra", {}, 0, 0),
+        ("hydra", VIEWS["dense"], 3),
+        ("j_hydra", VIEWS["dense"], 2),
+        # only passes of the same backbone can be shared
+        ("dynamic_lora", VIEWS["dense"], 4),
+        ("dynamic_lora", {"reference": True, "reward": True, "value": True}, 3),
+        ("lora_ppo", VIEWS["dense"], 4),
+        ("ppo", VIEWS["dense"], 4),
+        ("hydra", {}, 0),
     ],
 )
-def test_forwards_are_as_few_as_give_the_same_numbers(layout, views, n_forwards, n_stacked):
-    for stacks_passes, expected in ((False, n_forwards), (True, n_stacked)):
-        whole = shapes_of_forwards(layout, views, stacks_passes=stacks_passes)
-        assert len(whole) == expected
-        # five responses, the three longest ones first
-        longest = int(rollout().attention_mask.sum(dim=1).max())
-        limit = 3 * longest * max((n_rows // 5 for n_rows, _ in whole), default=1)
-        parts = shapes_of_forwards(layout, views, tokens_per_pass=limit, stacks_passes=stacks_passes)
-        assert len(parts) == 2 * expected
-        assert all(n_rows * n_columns <= limit for n_rows, n_columns in parts)
+def test_forwards_are_as_few_as_give_the_same_numbers(layout, views, n_forwards):
+    assert len(shapes_of_forwards(layout, views)) == n_forwards
+    # five responses, the three longest ones first
+    limit = 3 * int(rollout().attention_mask.sum(dim=1).max())
+    parts = shapes_of_forwards(layout, views, tokens_per_pass=limit)
+    assert len(parts) == 2 * n_forwards
+    assert all(n_rows * n_columns <= limit for n_rows, n_columns in parts)
 
 
 def shapes_of_forwards(layout: str, views: dict[str, bool], **options) -> list[tuple[int, int]]:

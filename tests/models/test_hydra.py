@@ -17,15 +17,11 @@ from lit_rlkv.models.adapters import (
     add_adapter,
     lora_layers,
     use_adapter,
-    use_adapters_by_row,
     use_states,
 )
-from lit_rlkv.models.backbone import hidden_states, token_positions
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.layouts import LAYOUTS
-from lit_rlkv.models.replay import response_logps
 from lit_rlkv.types import Rollout
-from tests.hand_built import replayed
 from tests.models_zoo import tiny_model
 from tests.rollouts import roll_out
 
@@ -233,26 +229,6 @@ def test_checkpointing_that_forgets_the_role_is_refused():
         acting_as(roles, "policy"),
     ):
         pass
-
-
-def test_rows_may_have_roles_of_their_own():
-    before = logps_as("policy")
-    adapters = ["policy", None, "value"]
-    rows = [rollout().rows(slice(0, 1))] * 3
-    whole = rollout().rows(torch.tensor([0, 0, 0]))
-    with torch.no_grad():
-        backbone, positions = shared().backbone("policy"), token_positions(whole.attention_mask)
-        # Not `replay_logps`, which computes the tokens of equal rows once.
-        with use_adapters_by_row(backbone, adapters):
-            hidden = hidden_states(backbone, whole.input_ids, positions, record=replayed(whole))
-        predicts = hidden[:, :-1][whole.response_mask[:, 1:]]
-        found = response_logps(backbone, whole, predicts, 1.0)
-        for index, role in enumerate(("policy", "reference", "value")):
-            with acting_as(shared(), role) as backbone:
-                expected = replay_logps(backbone, rows[index])
-            torch.testing.assert_close(found[index : index + 1], expected, rtol=1e-5, atol=1e-5)
-    assert active_adapter(lora_layers(shared().backbone("policy"))) is None
-    assert torch.equal(logps_as("policy"), before)
 
 
 def test_bfloat16_autocast_leaves_the_reference_the_base_model():

@@ -119,13 +119,12 @@ def test_recomputed_layers_take_the_experts_of_their_forward(family, layout, mon
         error()
 
 
-@pytest.mark.parametrize("stacks_passes", [False, True])
-def test_reference_and_critic_take_the_experts_and_the_reward_does_not(stacks_passes):
+def test_reference_and_critic_take_the_experts_and_the_reward_does_not():
     roles, rollout = roles_of(), rolled_out("mixtral")
     roles.head("value").linear.weight.data.normal_()
     unrecorded = rollout.with_record(expert_ids=None)
     views = {"policy": True, "reference": True, "value": True, "reward": True}
-    score = partial(score_rollout, roles, views=views, temperature=1.0, stacks_passes=stacks_passes)
+    score = partial(score_rollout, roles, views=views, temperature=1.0)
     found, plain = score(rollout=rollout), score(rollout=unrecorded)
     for role in ("policy", "reference"):
         with torch.no_grad(), acting_as(roles, role) as acting:
