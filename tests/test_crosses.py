@@ -242,13 +242,9 @@ def test_options_of_ppo_change_the_training(train: Train, options: list[str]):
     assert done.losses != plain.losses
 
 
-JUDGE = "algorithm.advantage.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}"
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        slow([JUDGE]),
         slow(["algorithm.advantage.drop_ties=false", "reward=verifier"]),
         slow(["algorithm.kl.weight=1.0"]),
         slow(["algorithm.loss.beta=1.0"]),

@@ -13,8 +13,6 @@ N_ITERATIONS = 3
 class RewardWatch(RLCallback):
     """Warns once, after the first `N_ITERATIONS` iterations, if all their responses had the same reward.
 
-    A judge's verdicts on pairs take the place of rewards, so with them it says nothing.
-
     Args:
         reads_all_forms: True if a reward is `MathVerify`, so that no other one reads more forms of an answer.
     """
@@ -29,7 +27,7 @@ class RewardWatch(RLCallback):
             return
         whole = experience.all_gather()
         rewards = whole.rewards.total
-        if experience.verdicts is not None or rewards.min() < rewards.max():
+        if rewards.min() < rewards.max():
             self.n_equal = -1
             return
         self.n_equal += 1

@@ -19,12 +19,7 @@ ALLOWED = {
     "task": ("lit_rlkv.tasks.",),
     "environment": ("lit_rlkv.environments.",),
     "model": ("lit_rlkv.models.presets.",),
-    "algorithm": (
-        "lit_rlkv.experience.advantages.",
-        "lit_rlkv.modules.",
-        "lit_rlkv.objectives.gains.",
-        "lit_rlkv.rewards.judges.",
-    ),
+    "algorithm": ("lit_rlkv.experience.advantages.", "lit_rlkv.modules.", "lit_rlkv.objectives.gains."),
     "correction": ("lit_rlkv.objectives.corrections.",),
     "distillation": CALLBACKS,
     "reward": ("lit_rlkv.rewards.functions.",),
@@ -50,7 +45,6 @@ WITH_FUNCTIONS = (
     "lit_rlkv.models.presets.",
     "lit_rlkv.objectives.corrections.",
     "lit_rlkv.objectives.gains.",
-    "lit_rlkv.rewards.judges.",
     "lit_rlkv.tasks.preferences.",
     "lit_rlkv.tasks.problems.",
 )

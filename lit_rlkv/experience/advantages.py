@@ -1,10 +1,8 @@
 """Advantage estimators: from rewards to advantages by group baselines, a critic, or preference pairs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,10 +16,8 @@ from lit_rlkv.experience.gae import discounted_sums, gae, returns, token_rewards
 from lit_rlkv.experience.score import ENTROPY
 from lit_rlkv.objectives.entropy import has_high_entropy
 from lit_rlkv.objectives.preference import best_and_worst
-from lit_rlkv.rewards.judges import tournament
 from lit_rlkv.rng import stream
-from lit_rlkv.tasks import Task
-from lit_rlkv.types import Problem, Rollout
+from lit_rlkv.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,6 @@ class AdvantageEstimator(ABC):
     min_group_size = 1
     gamma: float | int = 1.0
 
-    def for_task(self, task: Task) -> "AdvantageEstimator":
-        """Return the estimator bound to a task; one that needs the task's verifier overrides this."""
-        return self
-
     def check(self, algorithm: AlgorithmConfig) -> None:
         """Check the options of the algorithm that learns from these advantages.
 
@@ -70,12 +62,6 @@ class AdvantageEstimator(ABC):
                 f"algorithm.critic_warmup={algorithm.critic_warmup}: give 0 without a critic, and fewer than "
                 f"n_iterations={algorithm.n_iterations} with one"
             )
-
-    def judge_all(
-        self, problems: Sequence[Problem], completions: Sequence[str], group_size: int
-    ) -> Float[Tensor, " batch"] | None:
-        """Return a judge's scores of this rank's responses; None without a judge."""
-        return None
 
     @abstractmethod
     def compute(self, experience: Experience) -> Advantages:
@@ -268,37 +254,14 @@ class PairAdvantage(AdvantageEstimator):
     """The best and the worst response to each prompt form a preference pair: advantage 1 and −1.
 
     Args:
-        judge: compares two completions of a problem; it may take the task's `verifier`. None: rank by reward.
-        drop_ties: a pair with equal scores does not count; if False, its first response is chosen.
-
-    Raises:
-        ValueError: `judge` is not callable.
+        drop_ties: a pair with equal rewards does not count; if False, its first response is chosen.
     """
 
     needs = ("reference",)
     min_group_size = 2
 
-    def __init__(self, judge: Callable[..., float] | None = None, drop_ties: bool = True) -> None:
-        if judge is not None and not callable(judge):
-            raise ValueError(
-                f"judge must be a function, got {judge!r}; give it as _target_ with _partial_: true"
-            )
-        self.judge = judge
+    def __init__(self, drop_ties: bool = True) -> None:
         self.drop_ties = drop_ties
-
-    def for_task(self, task: Task) -> "PairAdvantage":
-        """Return the estimator with the task's verifier bound to a judge that takes one.
-
-        Raises:
-            ValueError: the judge takes a verifier and the task has none.
-        """
-        if self.judge is None or "verifier" not in signature(self.judge).parameters:
-            return self
-        if not task.is_verifiable:
-            raise ValueError(
-                f"the judge needs a verifier, and {type(task).__name__} has none; rank by reward=learned"
-            )
-        return PairAdvantage(partial(self.judge, verifier=task.score), self.drop_ties)
 
     def check(self, algorithm: AlgorithmConfig) -> None:
         super().check(algorithm)
@@ -308,18 +271,10 @@ class PairAdvantage(AdvantageEstimator):
                 "reference by beta; use place=loss or weight=0"
             )
 
-    def judge_all(
-        self, problems: Sequence[Problem], completions: Sequence[str], group_size: int
-    ) -> Float[Tensor, " batch"] | None:
-        if self.judge is None:
-            return None
-        return tournament(self.judge, problems, completions, group_size)
-
     def compute(self, experience: Experience) -> Advantages:
         """Return 1 at the tokens of each group's best response, −1 at those of its worst, 0 elsewhere.
 
-        `best_and_worst` ranks by the judge's verdicts, as in online DPO (arXiv:2402.04792), else by the total
-        reward without the KL penalty.
+        `best_and_worst` ranks by the total reward without the KL penalty.
 
         Args:
             experience: whole groups, the `group_size` rows of a group side by side.
@@ -329,8 +284,7 @@ class PairAdvantage(AdvantageEstimator):
             Rows in no unit are not trained on; a dropped tie has a unit and does not count.
         """
         rollout, group_size = experience.rollout, experience.group_size
-        verdicts = experience.rewards.total if experience.verdicts is None else experience.verdicts
-        best, worst, is_tie = best_and_worst(verdicts.view(-1, group_size))
+        best, worst, is_tie = best_and_worst(experience.rewards.total.view(-1, group_size))
         first_row = torch.arange(len(best), device=best.device) * group_size
         pairs = torch.stack([first_row + best, first_row + worst], dim=1)
         side = torch.zeros(len(rollout.input_ids), device=best.device)

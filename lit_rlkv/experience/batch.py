@@ -38,8 +38,6 @@ class Experience(TensorBatch):
     group_size: int
     kl_estimator: str | None = None
     """Estimator of the KL in the reward; None if the reward contains none."""
-    verdicts: Float[Tensor, " batch"] | None = None
-    """Scores of the responses by a pairwise judge; None without one."""
     gamma: float | int = 1.0
     """Discount per response token, used for the returns that a critic learns."""
     is_replayed: bool = False

@@ -90,7 +90,7 @@ class RolloutDataModule(L.LightningDataModule):
         bounds = None if target is None else cfg.cache.budget_bounds
         self.budget = BudgetController(sampler_cache, target, bounds)
         self.correction = correction
-        self.advantage = run.parts.advantage.for_task(run.task)
+        self.advantage = run.parts.advantage
         self.kl = KLController(cfg.algorithm.kl, cfg.rollout.n_prompts * cfg.algorithm.group_size)
         self.reward = RewardRule(cfg.reward, self.rewards.functions, cfg.rollout.max_new_tokens)
         self.splitter = MinibatchSplitter(run, module, self.advantage, tokens_per_pass)
@@ -190,16 +190,14 @@ class RolloutDataModule(L.LightningDataModule):
                 baseline = rewarded(greedy, *found, learned, 1)
                 baseline = baseline.rows(torch.arange(len(problems)) // group_size)
                 rewards = replace(rewards, is_failed=_either(rewards.is_failed, baseline.is_failed))
-        completions = pending.in_order()
         # 4. importance weights and KL
         old_logps, ref_logps = scores.get("policy", rollout.rollout_logps), scores.get("reference")
-        verdicts = self.advantage.judge_all(problems, completions, group_size)
         policy = self.roles.backbone("policy")
         scorer = kv_scorer_of(policy) if self.trains_evictions else None
         return Experience(
             iteration=self.iteration,
             problems=problems,
-            completions=completions,
+            completions=pending.in_order(),
             rollout=rollout,
             rewards=rewards,
             has_eos=self._ended(rollout, talks),
@@ -212,7 +210,6 @@ class RolloutDataModule(L.LightningDataModule):
             weights=self._is_weights(old_logps, rollout),
             group_size=group_size,
             kl_estimator=self.kl.config.estimator if self.kl.config.place == "reward" else None,
-            verdicts=None if verdicts is None else verdicts.to(response_mask.device),
             gamma=self.advantage.gamma,
             is_replayed=self.correction.replays and not self.correction.bypass_mode,
             transcripts=[text for talk in talks for text in talk.transcripts],

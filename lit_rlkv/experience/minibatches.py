@@ -71,7 +71,6 @@ class MinibatchSplitter:
     separately.
 
     Args:
-        advantage: estimator, bound to the task.
         tokens_per_pass: most tokens of a micro-batch, padding included.
     """
 

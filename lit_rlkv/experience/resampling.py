@@ -49,8 +49,7 @@ def replace_equal_groups(
 
 
 def _is_informative(experience: Experience) -> Bool[Tensor, " prompt"]:
-    scores = experience.rewards.total if experience.verdicts is None else experience.verdicts
-    return is_informative(scores.view(-1, experience.group_size))
+    return is_informative(experience.rewards.total.view(-1, experience.group_size))
 
 
 def _chosen_groups(

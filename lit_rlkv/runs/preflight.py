@@ -79,9 +79,7 @@ def build_and_check(config: Config) -> CheckedConfig:
 
 def _check_algorithm(cfg: CheckedConfig) -> None:
     """Check the parts of an algorithm, alone and together."""
-    algorithm, n_prompts = cfg.algorithm, cfg.rollout.n_prompts
-    with as_config_errors("algorithm.advantage"):
-        advantage = cfg.parts.advantage.for_task(cfg.parts.task)
+    algorithm, n_prompts, advantage = cfg.algorithm, cfg.rollout.n_prompts, cfg.parts.advantage
     module = cast("type[PolicyModule]", cfg.parts.module.func)
     require(
         isinstance(advantage, module.advantage_estimator),

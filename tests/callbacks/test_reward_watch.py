@@ -62,10 +62,8 @@ def test_fewer_iterations_say_nothing(experience, caplog):
     assert watched([with_rewards(experience, 0.0)] * (N_ITERATIONS - 1), caplog) == []
 
 
-def test_a_penalty_counts_and_a_judge_silences(experience, caplog):
+def test_a_penalty_counts(experience, caplog):
     rewards = with_rewards(experience, 0.0).rewards
     penalised = replace(rewards, weighted=torch.zeros_like(rewards.total), total=rewards.total.clone())
     penalised.total[::2] = -1.0  # missing_eos_penalty
     assert watched([replace(experience, rewards=penalised)] * N_ITERATIONS, caplog) == []
-    verdicts = torch.zeros(len(experience.completions))
-    assert watched([with_rewards(experience, 0.0, verdicts=verdicts)] * N_ITERATIONS, caplog) == []

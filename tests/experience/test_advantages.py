@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lit_rlkv.experience.advantages import (
-    Advantages,
     GAEAdvantage,
     GroupAdvantage,
     PairAdvantage,
@@ -14,9 +13,7 @@ from lit_rlkv.experience.advantages import (
 )
 from lit_rlkv.experience.batch import Experience
 from lit_rlkv.objectives.corrections import ISWeights
-from lit_rlkv.rewards.judges import right_then_short
 from lit_rlkv.types import NEVER, Problem, Record, Rewards, Rollout
-from tests.hand_built import DigitsAreGood
 
 # One column of prompt, then responses of three, two, one and two actions.
 LENGTHS = [3, 2, 1, 2]
@@ -236,35 +233,6 @@ def test_a_tie_counts_nothing_unless_ties_are_kept(drop_ties: bool, side: float)
     assert credit.units.tolist() == [[1, 0], [2, 3]]
     assert torch.equal(credit.advantages, torch.tensor([-1.0, 1.0, side, -side])[:, None] * IS_ACTION)
     assert credit.is_counted.any(dim=1).tolist() == [True, True, not drop_ties, not drop_ties]
-
-
-def judged(rule: PairAdvantage, experience: Experience) -> Advantages:
-    """Return advantages as collect does: the judge is asked once, advantages may be computed often."""
-    task_rule = rule.for_task(DigitsAreGood(n_terms=3))
-    verdicts = task_rule.judge_all(experience.problems, experience.completions, experience.group_size)
-    return task_rule.compute(replace(experience, verdicts=verdicts))
-
-
-def test_a_judge_decides_instead_of_the_reward_and_asks_the_verifier_of_the_task():
-    # "1 and more" and "2" are both right, and the second is shorter; "three" and "four" are both wrong.
-    experience = make_experience([5.0, 0.0, 5.0, 0.0])
-    rule = PairAdvantage(right_then_short)
-    assert judged(rule, experience).units.tolist() == [[1, 0], [3, 2]]
-    assert PairAdvantage().compute(experience).units.tolist() == [[0, 1], [2, 3]]
-    right_first = replace(experience, completions=["1 and more", "two", "three", "4444444"])
-    assert judged(rule, right_first).units.tolist() == [[0, 1], [3, 2]]
-
-
-def test_a_judge_leaves_ties_to_the_rule_on_ties():
-    experience = replace(make_experience([5.0, 0.0, 5.0, 0.0]), completions=["1", "2", "three", "four"])
-    assert judged(PairAdvantage(right_then_short), experience).is_counted.any(dim=1).tolist() == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    kept = PairAdvantage(right_then_short, drop_ties=False)
-    assert judged(kept, experience).is_counted.any(dim=1).all()
 
 
 @pytest.mark.parametrize(

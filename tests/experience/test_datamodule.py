@@ -189,31 +189,6 @@ def test_rows_and_devices_keep_every_field():
             assert value == source, field.name
 
 
-def test_a_judge_is_asked_once_about_a_rollout_however_often_it_is_cut():
-    asked: list[str] = []
-
-    def whimsical(problem, first: str, second: str) -> float:
-        asked.append(first)
-        return float(torch.randn(()))
-
-    data = make_datamodule(make_roles(), advantage=PairAdvantage(whimsical, drop_ties=False))
-    experience = data.collect()
-    parts = list(data.splitter.parts(experience, 2))
-    assert len(asked) == 4 * 6  # six pairs in each group of four
-    changed = replace(experience, old_logps=experience.old_logps - 1)
-    again = list(data.splitter.parts(changed, 2))
-    (batch,) = data.splitter.minibatches(experience)
-    assert len(asked) == 4 * 6
-    rows = [
-        [row for one in cut for b in one.batches for row in tokens_of(b.rollout)] for cut in (parts, again)
-    ]
-    assert rows[0] == rows[1]
-    assert sorted(rows[0]) == sorted(tokens_of(batch.rollout))
-    data.iteration += 1
-    list(data.splitter.minibatches(data.collect()))
-    assert len(asked) == 2 * 4 * 6
-
-
 def test_more_parts_than_groups_are_refused():
     data = make_datamodule(make_roles())
     experience = data.collect()

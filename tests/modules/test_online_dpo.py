@@ -41,10 +41,8 @@ PAIRS = [(0 + 1, 0 + 3), (8 + 1, 8 + 2), (12 + 1, 12 + 3)]
 """The first best and the last worst response of the other groups."""
 
 
-def make_data(
-    roles: Roles, arm: str = "shadow", judge=None, drop_ties: bool = True, **options
-) -> RolloutDataModule:
-    return make_datamodule(roles, correction=ARMS[arm], advantage=PairAdvantage(judge, drop_ties), **options)
+def make_data(roles: Roles, arm: str = "shadow", drop_ties: bool = True, **options) -> RolloutDataModule:
+    return make_datamodule(roles, correction=ARMS[arm], advantage=PairAdvantage(drop_ties), **options)
 
 
 def roll_out(arm: str = "shadow", **options) -> tuple[Roles, RolloutDataModule, Experience]:

@@ -11,12 +11,6 @@ from lit_rlkv.trust import trusting
 from tests.tiers import every_nth
 from tests.whole_runs import composed
 
-JUDGED = [
-    "algorithm=online_dpo",
-    "algorithm.advantage.judge={_target_: lit_rlkv.rewards.judges.right_then_short, _partial_: true}",
-]
-
-
 MISTAKES = [
     (["distillation.teacher=critic"], "teacher must be one of policy, reference, got 'critic'"),
     (["distillation.weight=0", "distillation.anchor_weight=0"], "must be above 0, got 0 for both"),
@@ -209,7 +203,7 @@ MISTAKES = [
             "algorithm=online_dpo",
             "algorithm.advantage._target_=lit_rlkv.experience.advantages.GroupAdvantage",
         ],
-        "unexpected 'judge'",
+        "unexpected 'drop_ties'",
     ),
     (["algorithm.loss._target_=lit_rlkv.modules.online_dpo.OnlineDPO"], "unexpected 'clip_low'"),
     (["algorithm=online_dpo", "algorithm.loss.beta=null"], "beta"),
@@ -237,14 +231,6 @@ MISTAKES = [
     (
         ["algorithm.max_grad_norm=abc"],
         "algorithm.max_grad_norm must be a number above 0 or null, got abc",
-    ),
-    (
-        ["algorithm=online_dpo", "algorithm.advantage.judge=right_then_short"],
-        "; give it as _target_ with _partial_: true",
-    ),
-    (
-        [*JUDGED, "task=preferences", "task.path=tests/data/preferences.jsonl", "reward=learned"],
-        "the judge needs a verifier, and Preferences has none",
     ),
     (["roles.target_modules=5"], "roles.target_modules must be a text or a list, each a text, got 5"),
     (
