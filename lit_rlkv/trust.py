@@ -1,4 +1,4 @@
-"""The user's code that a config may name: modules, files, programs; trust lasts as long as the process."""
+"""The user's code that a config may name: modules, files, services; trust lasts as long as the process."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,7 @@ def trust_modules(names: Sequence[str]) -> None:
 
     Args:
         names: importable modules or packages, such as `mypackage`, which covers `mypackage.policies`; files
-            such as `rewards.py`, command lines such as `sh score.sh` and addresses of services, for reward
-            functions of a saved run.
+            such as `rewards.py` and addresses of services, for reward functions of a saved run.
 
     Raises:
         ValueError: a name is empty, or a module of Python's standard library, which runs programs.

@@ -156,13 +156,12 @@ def grant_trust(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
-    """Return the Python file, command line or service that reward functions use, by their names.
+    """Return the Python file or service that reward functions use, by their names.
 
     A service gets what the model writes, and the content of the environment variable in `token_env`.
     """
     code_of = {
         "PythonFunction": lambda node: str(node.get("path")).rpartition(":")[0],
-        "Command": lambda node: " ".join(map(str, node.get("argv") or ())),
         "Endpoint": lambda node: str(node.get("url")),
     }
     nodes = {str(name): node for name, node in functions.items() if isinstance(node, Mapping | DictConfig)}
@@ -171,7 +170,7 @@ def user_code(functions: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_saved_code(functions: Mapping[str, Any]) -> None:
-    """Check that the command line trusts files, programs and services of a saved run's reward functions.
+    """Check that the command line trusts files and services of a saved run's reward functions.
 
     Raises:
         ConfigError: naming what would be used, and the key that allows it.

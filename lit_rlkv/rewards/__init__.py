@@ -3,13 +3,12 @@
 from lit_rlkv.rewards.functions.answers import ExactMatch, MathVerify, Numeric, Regex
 from lit_rlkv.rewards.functions.base import RewardFunction
 from lit_rlkv.rewards.functions.endpoint import Endpoint
-from lit_rlkv.rewards.functions.user_code import Command, PythonFunction
+from lit_rlkv.rewards.functions.user_code import PythonFunction
 from lit_rlkv.rewards.manager import Answers, RewardManager
 from lit_rlkv.rewards.verifier import score
 
 __all__ = [
     "Answers",
-    "Command",
     "Endpoint",
     "ExactMatch",
     "MathVerify",

@@ -29,7 +29,7 @@ START_LIMIT_S = 120.0
 MAX_SLOW_STARTS = 2
 """Consecutive workers that may exceed START_LIMIT_S; then no more are started."""
 MAX_BYTES = 1 << 20
-"""Longest output of a program, a worker or a service that is read."""
+"""Longest output of a worker or a service that is read."""
 MAX_ERROR_LENGTH = 300
 """Characters of an error that are kept."""
 _GRACE_S = 5.0

@@ -95,8 +95,7 @@ class PendingRewards:
 class RewardManager:
     """The reward functions of a run; their threads and processes start with the first question.
 
-    The end of a `with` block ends them. The end of this process ends worker processes and programs in any
-    case.
+    The end of a `with` block ends them. The end of this process ends worker processes in any case.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction]) -> None:

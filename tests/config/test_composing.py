@@ -51,7 +51,6 @@ def test_advised_overrides_are_accepted(override):
         (["task=dataset"], "task.dataset=..."),
         (["task=preferences", "reward=learned"], "task.path=..."),
         (["reward=python"], "reward.functions.custom.path=..."),
-        (["reward=command"], "reward.functions.custom.argv=..."),
         (["reward=endpoint"], "reward.functions.custom.url=..."),
         (["task=jsonl", "reward=python"], "reward.functions.custom.path=... task.path=..."),
         (["resume=true"], "resume=runs/NAME"),

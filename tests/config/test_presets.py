@@ -23,7 +23,6 @@ EXTRAS = {
     "task=dataset": ["task.dataset=tests/data/problems.jsonl"],
     "task=gsm8k": ["task.dataset=tests/data/gsm8k", "task.name=null"],
     "reward=python": ["reward.functions.custom.path=tests/data/rewards.py:score"],
-    "reward=command": ["reward.functions.custom.argv=[sh,score.sh]"],
     "reward=endpoint": ["reward.functions.custom.url=http://localhost:8000/score"],
     "task=preferences": ["task.path=tests/data/preferences.jsonl", "reward=learned"],
     "task=preferences_hf": ["task.dataset=tests/data/preferences.jsonl", "reward=learned"],

@@ -107,21 +107,21 @@ def test_a_cache_takes_a_trusted_name_a_class_or_an_instance():
 
 FUNCTIONS = {
     "mine": {"_target_": "lit_rlkv.rewards.PythonFunction", "path": "a/rewards.py:score"},
-    "own": {"_target_": "lit_rlkv.rewards.Command", "argv": ["sh", "score.sh"]},
+    "own": {"_target_": "lit_rlkv.rewards.PythonFunction", "path": "b/rewards.py:score"},
     "number": {"_target_": "lit_rlkv.rewards.Numeric"},
 }
 SERVICE = {"_target_": "lit_rlkv.rewards.Endpoint", "url": "http://there/score", "token_env": "HF_TOKEN"}
 
 
-def test_files_and_programs_of_a_saved_run_must_be_named_letter_for_letter():
-    key = """add "trusted_modules=['a/rewards.py','sh score.sh']" to the command line"""
+def test_files_of_a_saved_run_must_be_named_letter_for_letter():
+    key = """add "trusted_modules=['a/rewards.py','b/rewards.py']" to the command line"""
     with pytest.raises(ConfigError, match=re.escape(key)):
         check_saved_code(FUNCTIONS)
     check_saved_code({"number": FUNCTIONS["number"]})
-    with trusting(["a/rewards.py", "sh score.sh"]):
+    with trusting(["a/rewards.py", "b/rewards.py"]):
         check_saved_code(FUNCTIONS)
-        with pytest.raises(ConfigError, match=r"reward\.functions\.own uses 'sh other\.sh'"):
-            check_saved_code({"own": FUNCTIONS["own"] | {"argv": ["sh", "other.sh"]}})
+        with pytest.raises(ConfigError, match=r"reward\.functions\.own uses 'c/rewards\.py'"):
+            check_saved_code({"own": FUNCTIONS["own"] | {"path": "c/rewards.py:score"}})
         with pytest.raises(ConfigError, match="not from a trusted package"):
             build(node("a.rewards.Thing"))
 
@@ -135,12 +135,13 @@ def test_a_saved_run_asks_no_service_that_is_not_named():
 
 
 def test_a_config_runs_no_program_by_way_of_a_method(tmp_path):
-    mark = tmp_path / "ran"
-    user_code = "lit_rlkv.rewards.functions.user_code._Programs"
-    programs = {"_target_": user_code, "argv": ["touch", str(mark)], "timeout_s": 10.0}
+    mark, file = tmp_path / "ran", tmp_path / "score.py"
+    file.write_text(f"open({str(mark)!r}, 'w')")
+    user_code = "lit_rlkv.rewards.graders.GraderPool"
+    pool = {"_target_": user_code, "path": str(file), "function": "score", "options": {}, "timeout_s": 10.0}
     ask = {"_target_": f"{user_code}.ask", "_partial_": True, "question": "x"}
-    parse = {"_target_": "lit_rlkv.tasks.rows.parse_rows", "rows": [["a", programs]], "parse": ask}
-    for bad in (parse, ask, programs):
+    parse = {"_target_": "lit_rlkv.tasks.rows.parse_rows", "rows": [["a", pool]], "parse": ask}
+    for bad in (parse, ask, pool):
         with pytest.raises(ConfigError, match="_target_"):
             build(OmegaConf.create(bad))
     assert not mark.exists()
@@ -151,7 +152,7 @@ def test_a_config_runs_no_program_by_way_of_a_method(tmp_path):
     [
         ("task", "lit_rlkv.tasks.rows.parse_rows"),  # calls what it is given
         ("task", "lit_rlkv.files.write_atomically"),
-        ("task", "lit_rlkv.rewards.Command"),
+        ("task", "lit_rlkv.rewards.PythonFunction"),
         ("task", "lightning.pytorch.loggers.CSVLogger"),
         ("reward", "lit_rlkv.rewards.functions.endpoint._Post"),
         ("reward", "lit_rlkv.rewards.isolated.worker.load"),

@@ -1,11 +1,10 @@
-"""A user's reward function and program that do one of many bad things, as the completion says.
+"""A user's reward function that does one of many bad things, as the completion says.
 
-`python reward_actions.py` is the program. This file imports the standard library alone.
+This file imports the standard library alone.
 """
 
 import builtins
 import ctypes
-import json
 import math
 import os
 import re
@@ -139,7 +138,3 @@ def score(completion):
     if action in RAISED:
         raise RAISED[action]
     return ACTIONS[action]()
-
-
-if __name__ == "__main__":
-    sys.stdout.write(str(score(json.load(sys.stdin)["completion"])))

@@ -2,14 +2,13 @@
 
 import math
 import os
-import sys
 import time
 import uuid
 from pathlib import Path
 
 from hypothesis import strategies as st
 
-from lit_rlkv.rewards import Command, PythonFunction, RewardManager
+from lit_rlkv.rewards import PythonFunction, RewardManager
 from lit_rlkv.rewards.graders import MAX_ERROR_LENGTH
 from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.types import Problem
@@ -50,18 +49,12 @@ def left_behind(mark: str) -> list[int]:
     return found
 
 
-def answers_to(
-    completions: list[str], kind: str, n_workers: int
-) -> tuple[list[float], dict[str, str], list[int]]:
+def answers_to(completions: list[str], n_workers: int) -> tuple[list[float], dict[str, str], list[int]]:
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     options = {"timeout_s": TIMEOUT_S, "n_workers": n_workers}
-    function = (
-        PythonFunction(path=f"{FILE}:score", **options)
-        if kind == "function"
-        else Command(argv=[sys.executable, "-I", "-S", str(FILE)], **options)
-    )
+    function = PythonFunction(path=f"{FILE}:score", **options)
     with RewardManager({"user": function}) as manager:
         problems = [Problem("?", "", "")] * len(completions)
         found = manager.ask(problems, completions).collect()
@@ -71,9 +64,9 @@ def answers_to(
     return found.scores["user"].tolist(), found.errors, left
 
 
-def check(completions: list[str], hangs: str | None, kind: str, n_workers: int) -> None:
+def check(completions: list[str], hangs: str | None, n_workers: int) -> None:
     completions = [*completions, hangs] if hangs else completions
-    found = outcome_of(lambda: answers_to(completions, kind, n_workers), limit_s=20)
+    found = outcome_of(lambda: answers_to(completions, n_workers), limit_s=20)
     found.check_one_line()
     scores, errors, left = found.value
     assert left == []
@@ -81,11 +74,10 @@ def check(completions: list[str], hangs: str | None, kind: str, n_workers: int) 
     is_spoiled = not set(names).isdisjoint(reward_actions.SPOILING)
     for name, score in zip(names, scores, strict=True):
         assert math.isnan(score) or abs(score) <= MAX_SCORE
-        if name in reward_actions.EXPECTED and kind == "function":
+        if name in reward_actions.EXPECTED:
             assert score == reward_actions.EXPECTED[name] or (is_spoiled and math.isnan(score)), name
         elif name not in reward_actions.GOOD and name not in reward_actions.SPOILING:
-            # A program writes text, so a number in quotes is one.
-            assert math.isnan(score) or (kind == "program" and name in ("text", "decimal")), name
+            assert math.isnan(score), name
     assert set(errors) == ({"user"} if any(map(math.isnan, scores)) else set())
     for error in errors.values():
         assert 0 < len(error) <= MAX_ERROR_LENGTH
@@ -99,7 +91,6 @@ def test_bad_rewards_fail_alone(n_cases):
         check,
         completions=actions,
         hangs=hanging,
-        kind=st.sampled_from(["function", "function", "program"]),
         n_workers=st.integers(1, 3),
     )
 
@@ -107,4 +98,4 @@ def test_bad_rewards_fail_alone(n_cases):
 def test_every_action_alone_is_tried_in_one_worker():
     """All kinds that do not hang, in one batch of one process after the other."""
     names = [name for kind in ("good", "returned", "raised", "dying") for name in KINDS[kind]]
-    check(names, None, "function", 2)
+    check(names, None, 2)

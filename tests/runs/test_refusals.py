@@ -130,10 +130,6 @@ MISTAKES = [
         "path must name a function as path/to/file.py:function, got 'a.py'",
     ),
     (
-        ["reward=command", "reward.functions.custom.argv=sh"],
-        "argv must be a list of a program and its arguments, got 'sh'",
-    ),
-    (
         ["reward=endpoint", "reward.functions.custom.url=file:///etc/passwd"],
         "url must be an address with http",
     ),

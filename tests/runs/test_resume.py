@@ -183,12 +183,12 @@ def test_a_resumed_run_takes_changes_only_of_keys_that_may_change(tmp_path):
         load_resumed_config(cfg, [f"resume={run}", "experiment=tis"])
 
 
-def test_a_program_of_a_saved_run_is_resumed_only_if_the_command_line_trusts_it(tmp_path):
-    run = leave_run(tmp_path, "mine", "reward=command", "reward.functions.custom.argv=[sh,score.sh]")
+def test_a_service_of_a_saved_run_is_resumed_only_if_the_command_line_trusts_it(tmp_path):
+    run = leave_run(tmp_path, "mine", "reward=endpoint", "reward.functions.custom.url=http://there/")
     cfg = asked(tmp_path, f"resume={run}")
-    with pytest.raises(ConfigError, match=r"trusted_modules=\['sh score\.sh'\]"):
+    with pytest.raises(ConfigError, match=r"trusted_modules=\['http://there/'\]"):
         load_resumed_config(cfg, [f"resume={run}"])
-    with trusting(["sh score.sh"]):
+    with trusting(["http://there/"]):
         assert load_resumed_config(cfg, [f"resume={run}"])[0] == run
 
 

@@ -114,13 +114,13 @@ def test_combinations_are_checked_before_the_first_run_and_named(tmp_path):
         check(sweep_of(tmp_path, with_parameters(cache__buget={"values": [7]}), *SMALL))
 
 
-def test_a_file_cannot_start_a_program_that_the_command_line_does_not_trust(tmp_path):
-    program = {"reward": {"value": "command"}, "reward.functions.custom.argv": {"value": ["sh", "x.sh"]}}
-    content = GRID | {"parameters": GRID["parameters"] | program}
+def test_a_file_cannot_name_a_service_that_the_command_line_does_not_trust(tmp_path):
+    service = {"reward": {"value": "endpoint"}, "reward.functions.custom.url": {"value": "http://there/"}}
+    content = GRID | {"parameters": GRID["parameters"] | service}
     with pytest.raises(ConfigError, match="trusted_modules"):
         check(sweep_of(tmp_path, content, *SMALL))
     with trusting([]):  # until the end of the block
-        check(sweep_of(tmp_path, content, *SMALL, "trusted_modules=['sh x.sh']"))
+        check(sweep_of(tmp_path, content, *SMALL, "trusted_modules=['http://there/']"))
 
 
 @pytest.mark.slow

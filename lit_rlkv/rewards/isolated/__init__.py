@@ -3,6 +3,5 @@
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker.py")
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
 MATHEMATICS = Path(__file__).with_name("mathematics.py")
 TEMPLATE = Path(__file__).with_name("template.py")
