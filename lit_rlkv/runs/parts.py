@@ -21,10 +21,8 @@ from lit_rlkv.experience.reward import RewardRule
 from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.modules.base import PolicyModule
 from lit_rlkv.objectives.corrections import Correction
-from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 from lit_rlkv.rewards import RewardFunction
 from lit_rlkv.tasks import Task
-from lit_rlkv.tasks.json_rows import reading_progress
 
 
 class Parts:
@@ -42,7 +40,7 @@ class Parts:
         with as_config_errors("user_callbacks"):
             check_hooks(user_callbacks.values())
         self.user_callbacks: list[Callback] = [*user_callbacks.values()]
-        self.task = build_task(cfg)
+        self.task: Task = _built("task", cfg.task, Task)
         self.environment_factory = build_environment_factory(cfg)
         """Makes the environment of one response; None: responses have one turn."""
         self.advantage: AdvantageEstimator = _built(
@@ -99,21 +97,6 @@ def _build_module(algorithm: AlgorithmConfig) -> "partial[PolicyModule]":
     with as_config_errors(target):
         make.func.check_options(**make.keywords)
     return cast("partial[PolicyModule]", make)
-
-
-def build_task(cfg: Config) -> Task:
-    """Build the task, and show the progress of reading its rows if that takes a while.
-
-    Raises:
-        ConfigError: the rows cannot be used, or the target is no task.
-    """
-    meter = ProgressMeter("% of rows read", quiet_s=QUIET_S)
-    meter.start(0, 100)
-    try:
-        with reading_progress(lambda n_done, n_total: meter.show(100 * n_done / n_total, 100, {})):
-            return cast(Task, _built("task", cfg.task, Task))
-    finally:
-        meter.stop()
 
 
 def build_environment_factory(cfg: Config) -> Callable[[], Environment] | None:

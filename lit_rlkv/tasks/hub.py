@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlkv.files import stamps
-from lit_rlkv.tasks.json_rows import BATCH, LISTENER
 
+_BATCH = 1024
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SAVED = ("state.json", "dataset_dict.json")
 """Files that save_to_disk writes for a dataset, and for one with splits."""
@@ -78,12 +78,9 @@ def _check_inside(folder: Path, files: Iterable[str]) -> None:
 
 def numbered_rows(rows: Any, at: str) -> Iterator[tuple[str, Any]]:
     """Yield `AT row INDEX` and every row of a `datasets.Dataset` as a dict, or the error of its values."""
-    listener = LISTENER.get()
-    for start in range(0, len(rows), BATCH):
-        stop = min(start + BATCH, len(rows))
-        yield from ((f"{at} row {index}", row) for index, row in enumerate(_read(rows, start, stop), start))
-        if listener is not None:
-            listener(stop, len(rows))
+    for start in range(0, len(rows), _BATCH):
+        found = _read(rows, start, min(start + _BATCH, len(rows)))
+        yield from ((f"{at} row {index}", row) for index, row in enumerate(found, start))
 
 
 def _read(rows: Any, start: int, stop: int) -> Iterator[dict[str, Any] | ValueError]:

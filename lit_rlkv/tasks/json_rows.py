@@ -1,31 +1,12 @@
 """Values of JSON files, one per line or in one list, with the place of each."""
 
 import json
-import os
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BATCH = 1024
-"""Rows between two calls of a listener."""
 _ASKS = "write one JSON object per line, or one list of objects, in UTF-8"
-
-_Listener = Callable[[int, int], None]
-LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
-"""The function that `reading_progress` gives to the readers."""
-
-
-@contextmanager
-def reading_progress(listener: _Listener) -> Iterator[None]:
-    """Call `listener(n_done, n_total)` at times while rows are read in the block: of bytes or of rows."""
-    token = LISTENER.set(listener)
-    try:
-        yield
-    finally:
-        LISTENER.reset(token)
 
 
 def numbered_values(path: Path) -> Iterator[tuple[str, Any]]:
@@ -50,9 +31,7 @@ def numbered_values(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    listener = LISTENER.get()
     with path.expanduser().open("rb") as file:
-        n_bytes = os.fstat(file.fileno()).st_size
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
@@ -60,20 +39,14 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 except ValueError as error:
                     value = error
                 yield f"{path}:{number}", value
-            if listener is not None and number % BATCH == 0:
-                listener(file.tell(), n_bytes)
 
 
 def _elements(path: Path) -> Iterator[tuple[str, Any]]:
-    listener = LISTENER.get()
     try:
         values = _loaded(path.expanduser().read_bytes().removeprefix(BOM_UTF8))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    for index, value in enumerate(values):
-        yield f"{path} row {index}", value
-        if listener is not None and (index + 1) % BATCH == 0:
-            listener(index + 1, len(values))
+    yield from ((f"{path} row {index}", value) for index, value in enumerate(values))
 
 
 def _loaded(content: bytes) -> Any:

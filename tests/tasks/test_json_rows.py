@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lit_rlkv.tasks import JsonlTask, load_preferences, load_problems
-from lit_rlkv.tasks.json_rows import numbered_values, reading_progress
+from lit_rlkv.tasks.json_rows import numbered_values
 
 LINE = '{"prompt": "1+1=", "answer": "2"}'
 
@@ -77,16 +77,3 @@ def test_preferences_are_read_from_a_list(tmp_path):
     path = tmp_path / "A.JSON"
     path.write_text('[\n{"prompt": "?", "chosen": "a",\n"rejected": "b"}]')
     assert load_preferences(str(path)).at(0).answer == "a"
-
-
-@pytest.mark.parametrize("is_list", [False, True])
-def test_the_progress_of_reading_is_told_and_only_in_the_block(tmp_path, is_list):
-    path, seen = tmp_path / "a.json", []
-    lines = [LINE] * 3000
-    path.write_text(f"[{','.join(lines)}]" if is_list else "\n".join(lines) + "\n")
-    with reading_progress(lambda n_done, n_total: seen.append(n_done / n_total)):
-        load_problems(str(path))
-    assert seen == pytest.approx([1024 / 3000, 2048 / 3000], abs=1e-3)
-    path.write_text(f"{LINE}\n" * 3001)
-    load_problems(str(path))
-    assert len(seen) == 2
