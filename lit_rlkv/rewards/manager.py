@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lit_rlkv.rewards.functions.base import RewardFunction
 from lit_rlkv.rewards.graders import Grader, error_text, question_of
-from lit_rlkv.rewards.verifier import check_lengths
 from lit_rlkv.types import Problem
 
 log = logging.getLogger(__name__)
@@ -126,7 +125,6 @@ class RewardManager:
         self, problems: Sequence[Problem], completions: Sequence[str], names: Sequence[str] | None = None
     ) -> PendingRewards:
         """Send every completion to the functions with these names (all if None) without waiting."""
-        check_lengths(problems, completions)
         pending = self.begin(problems, names)
         pending.add(range(len(problems)), completions)
         return pending

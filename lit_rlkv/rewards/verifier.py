@@ -30,7 +30,6 @@ def final_answer(completion: str, answer_after: str | None) -> str | None:
 
 def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence[str]) -> Rewards:
     """Score each completion against its own problem; NaN where the score is no number up to MAX_SCORE."""
-    check_lengths(problems, completions)
     scores = [float(verifier(p, c)) for p, c in zip(problems, completions, strict=True)]
     total = bounded(torch.tensor(scores, dtype=torch.float32))
     return Rewards(total=total, components={EXACT_MATCH: total})
@@ -39,12 +38,3 @@ def score(verifier: Verifier, problems: Sequence[Problem], completions: Sequence
 def bounded(scores: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
     """Return scores with NaN for those that are infinite or above MAX_SCORE in size."""
     return scores.masked_fill(~(scores.abs() <= MAX_SCORE), float("nan"))
-
-
-def check_lengths(problems: Sequence[Problem], completions: Sequence[str]) -> None:
-    """Raise a ValueError unless there is one problem for each completion."""
-    if len(problems) != len(completions):
-        raise ValueError(
-            f"problems and completions must be equally many, got {len(problems)} and {len(completions)}; "
-            "give one problem for each completion"
-        )

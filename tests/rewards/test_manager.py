@@ -108,8 +108,3 @@ def test_threads_end_with_the_manager():
     assert threading.active_count() > before
     manager.close()
     assert threading.active_count() == before
-
-
-def test_problems_and_completions_must_be_as_many():
-    with pytest.raises(ValueError, match="equally many, got 4 and 1"):
-        RewardManager({}).ask(PROBLEMS, [""])
