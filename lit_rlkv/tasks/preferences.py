@@ -18,8 +18,8 @@ from lit_rlkv.tasks.rows import (
 )
 from lit_rlkv.types import Message, PreferencePair, Problem, Prompt
 
-TURNS = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
-"""Text before each message of a conversation in Anthropic/hh-rlhf."""
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+"""Before each message of a conversation in Anthropic/hh-rlhf."""
 
 
 class Preferences(ListedTask[PreferencePair]):
@@ -66,7 +66,6 @@ def load_preferences(
     prompt_column: str | None = "prompt",
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
-    turns: Mapping[str, str] | None = None,
 ) -> Preferences:
     """Load the pairs of a dataset, each row as in `parse_pair`.
 
@@ -75,8 +74,6 @@ def load_preferences(
         eval_split: the pairs to evaluate on; None holds out about one in ten. Training leaves out pairs with
             one of their prompts.
         prompt_column: None if both sides are whole conversations, which contain their prompt.
-        turns: text before the messages of `user` and of `assistant`, if conversations are texts; None:
-            those of hh-rlhf, `TURNS`.
     """
     wanted = {"prompt": prompt_column, "chosen": chosen_column, "rejected": rejected_column}
     columns = tuple((key, column) for key, column in wanted.items() if column is not None)
@@ -84,21 +81,17 @@ def load_preferences(
         f"set {', '.join(f'{key}_column' for key in wanted)}, with prompt_column=null if the sides are whole "
         "conversations"
     )
-    headers = TURNS if turns is None else dict(sorted(turns.items()))
-    if headers.keys() != TURNS.keys() or not all(headers.values()):
-        raise ValueError(f"turns must have a text for {' and '.join(TURNS)}, got {headers}")
-    parse = partial(parse_pair, turns=headers)
-    read = partial(read_rows, dataset, parse, columns, hint=hint, name=name)
+    read = partial(read_rows, dataset, parse_pair, columns, hint=hint, name=name)
     return Preferences(read(split=split), None if eval_split is None else read(split=eval_split))
 
 
-def parse_pair(entry: Mapping[str, Any], turns: Mapping[str, str] = TURNS) -> PreferencePair:
+def parse_pair(entry: Mapping[str, Any]) -> PreferencePair:
     """Return a pair from `prompt`, `chosen` and `rejected`, each a text or chat messages.
 
     These are TRL's formats (https://huggingface.co/docs/trl/dataset_formats): a side is a text, one assistant
     message, or a whole conversation that ends in one. Two conversations differ in that message alone: the
     messages before it are the prompt, and a `prompt` beside them may only repeat it. Without a `prompt` a
-    text that begins with a header of `turns` is a conversation, too. Other keys are ignored.
+    text in the form of Anthropic/hh-rlhf is a conversation, too. Other keys are ignored.
 
     Raises:
         UnusableRowError: two conversations that are texts are no pair.
@@ -111,7 +104,7 @@ def parse_pair(entry: Mapping[str, Any], turns: Mapping[str, str] = TURNS) -> Pr
     given = {key: parse_prompt(entry[key], key) for key in keys}
     if "prompt" in given:
         return _pair(given)
-    chats = {key: _conversation(side, turns) for key, side in given.items()}
+    chats = {key: _conversation(side) for key, side in given.items()}
     if chats == given:
         return _pair(given)
     try:
@@ -128,21 +121,15 @@ def _pair(given: Mapping[str, Prompt]) -> PreferencePair:
     return PreferencePair(prompt, chosen, rejected)
 
 
-def _conversation(side: Prompt, turns: Mapping[str, str]) -> Prompt:
-    """Return the messages of a text that begins with a header of a turn, and anything else as it is."""
+def _conversation(side: Prompt) -> Prompt:
+    """Return the messages of a text in the form of hh-rlhf, and anything else as it is."""
     if not isinstance(side, str):
         return side
-    text = side.replace("\r\n", "\n").lstrip()
-    header = next((each for each in turns.values() if text.startswith(each.lstrip())), None)
-    if header is None:
+    before, *parts = _TURN.split("\n\n" + side.replace("\r\n", "\n").lstrip())
+    if before or not parts:
         return side
-    text = header[: len(header) - len(header.lstrip())] + text
-    parts = re.split("|".join(f"({re.escape(each)})" for each in turns.values()), text)[1:]
-    # A header for each role, one of which is None, and the text behind it.
-    width = len(turns) + 1
-    groups = [parts[start : start + width] for start in range(0, len(parts), width)]
-    roles = [next(role for role, found in zip(turns, group, strict=False) if found) for group in groups]
-    return tuple(Message(role, group[-1].strip()) for role, group in zip(roles, groups, strict=True))
+    roles = ("user" if name == "Human" else "assistant" for name in parts[::2])
+    return tuple(Message(role, text.strip()) for role, text in zip(roles, parts[1::2], strict=True))
 
 
 def _prompt(chosen: Prompt, rejected: Prompt, prompt: Prompt | None = None) -> Prompt:

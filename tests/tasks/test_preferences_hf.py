@@ -1,6 +1,5 @@
 """Preferences from datasets of the optional package, all on this machine."""
 
-import json
 import random
 
 import pytest
@@ -64,16 +63,3 @@ def test_a_missing_column_is_named_with_those_that_exist(datasets, tmp_path):
     message = "no column 'prompt', it has chosen, rejected; set prompt_column, .* with prompt_column=null"
     with pytest.raises(ValueError, match=message):
         load_preferences(path)
-
-
-def test_turns_of_a_pattern_of_ones_own(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    shared = "### Q: Sky?\n### A: "
-    path.write_text(json.dumps({"chosen": f"{shared}Blue.", "rejected": f"{shared}Green."}) + "\n")
-    options = {"prompt_column": None, "turns": {"user": "### Q:", "assistant": "### A:"}}
-    task = load_preferences(str(path), **options)
-    assert task.at(0) == Problem((Message("user", "Sky?"),), "Blue.", "Blue.")
-    with pytest.raises(ValueError, match="missing prompt"):
-        load_preferences(str(path), prompt_column=None)
-    with pytest.raises(ValueError, match="turns must have a text for user and assistant"):
-        load_preferences(str(path), prompt_column=None, turns={"user": "### Q:"})
