@@ -1,7 +1,6 @@
 import logging
 import threading
 
-import pytest
 import torch
 
 from lit_rlkv.rewards import ExactMatch, RewardManager

@@ -8,10 +8,12 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import regex
+
 from lit_rlkv.checks import Range
 from lit_rlkv.rewards.functions.base import RewardFunction, SlowFunction
 from lit_rlkv.rewards.graders import Grader, Immediate, Question
-from lit_rlkv.rewards.isolated import MATHEMATICS, WORKER
+from lit_rlkv.rewards.isolated import MATHEMATICS
 from lit_rlkv.rewards.verifier import final_answer
 from lit_rlkv.types import Problem
 
@@ -118,6 +120,8 @@ _CONTEXT = 60
 """Characters before and behind a number that decide if it is one."""
 MAX_DIGITS = 300
 """Longer numbers do not count: no answer has as many digits, and arithmetic on them takes long."""
+PATTERN_LIMIT_S = 1.0
+"""Longest search of a pattern in one completion."""
 
 
 def check_has_answer(problem: Problem) -> None:
@@ -148,27 +152,25 @@ class ExactMatch(RewardFunction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regex(SlowFunction):
+class Regex(RewardFunction):
     """1.0 if the pattern is found in the completion, as a reward for its format; else 0.0.
 
-    With a group: 1.0 if that group of the last match is the answer.
+    With a group: 1.0 if that group of the last match is the answer. A search that takes longer than a second
+    has failed.
     """
 
     pattern: str
-    """Pattern of Python's re; after `(?s)` a dot matches line ends, `\\A` and `\\Z` are a text's ends."""
+    """Pattern of the package regex; after `(?s)` a dot matches line ends, `\\A` and `\\Z` a text's ends."""
     group: int | str | None = None
     """Number or name of the group."""
-    timeout_s: float | int = 1.0
-    n_workers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            compiled = re.compile(self.pattern)
-        except re.error as error:
+            compiled = regex.compile(self.pattern)
+        except regex.error as error:
             raise ValueError(
-                f"pattern must be a regular expression, got {self.pattern!r}: {error}; write one of Python's "
-                "re, with a backslash before each of .^$*+?{}[]()|\\ that stands for itself"
+                f"pattern must be a regular expression, got {self.pattern!r}: {error}"
             ) from error
         known = [*range(compiled.groups + 1), *compiled.groupindex]
         if self.group is not None and self.group not in known:
@@ -177,12 +179,20 @@ class Regex(SlowFunction):
             )
 
     def open(self) -> Grader:
-        # A pattern may take for ever to match, so it is tried where it can be stopped.
-        return self.open_pool(WORKER, "matches", {"pattern": self.pattern, "group": self.group})
+        return Immediate(self._score)
 
     def check(self, problem: Problem) -> None:
         if self.group is not None:
             check_has_answer(problem)
+
+    def _score(self, question: Question) -> float:
+        completion = question["completion"]
+        if self.group is None:
+            return float(regex.search(self.pattern, completion, timeout=PATTERN_LIMIT_S) is not None)
+        found = [
+            match[self.group] for match in regex.finditer(self.pattern, completion, timeout=PATTERN_LIMIT_S)
+        ]
+        return float(bool(found) and (found[-1] or "").strip() == question["answer"].strip())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -60,14 +59,6 @@ def load(path: str, name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function: Callable[..., Any] = getattr(module, name)
     return function
-
-
-def matches(completion: str, answer: str, pattern: str, group: int | str | None) -> float:
-    """1.0 if the pattern is found, or with a group, if that group of the last match is the answer."""
-    if group is None:
-        return float(re.search(pattern, completion) is not None)
-    found = [match[group] for match in re.finditer(pattern, completion)]
-    return float(bool(found) and found[-1] is not None and found[-1].strip() == answer.strip())
 
 
 def _answer(

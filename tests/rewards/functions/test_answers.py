@@ -216,16 +216,16 @@ def test_a_group_outside_the_match_scores_zero():
         assert ask("a", "b") == 0.0
 
 
-def test_blanks_around_the_answer_and_columns_named_as_an_option_are_ignored():
+def test_blanks_around_the_answer_are_ignored():
     with opened(Regex(pattern=r"(\w+)", group=1)) as ask:
-        assert ask("b", " b\n", pattern="x", group=7) == 1.0
-        assert ask("b", "a", pattern="x", group=7) == 0.0
+        assert ask("b", " b\n") == 1.0
+        assert ask("b", "a") == 0.0
 
 
 def test_an_endless_match_times_out():
-    with opened(Regex(pattern=r"^(a+)+$", timeout_s=0.3)) as ask:
-        with pytest.raises(RuntimeError, match=r"no answer within 0\.3 seconds"):
-            ask("a" * 40 + "b")
+    with opened(Regex(pattern=r"^(a|aa)+$")) as ask:
+        with pytest.raises(RuntimeError, match="timed out"):
+            ask("a" * 80 + "b")
         assert ask("aaa") == 1.0
 
 
@@ -363,9 +363,9 @@ def test_a_function_that_compares_needs_an_answer(function, options):
         (Numeric, {"tolerance": -1}, "tolerance must be a number of at least 0, got -1"),
         (Regex, {"pattern": "("}, r"pattern must be a regular expression, got '\('"),
         (Regex, {"pattern": "(a)", "group": 2}, r"group must be one of \[0, 1\] of pattern='\(a\)'.* got 2"),
-        (Regex, {"pattern": "a", "timeout_s": 0}, "timeout_s must be a number above 0"),
-        (Regex, {"pattern": "a", "n_workers": 0}, "n_workers must be a whole number of at least 1"),
-        (Regex, {"pattern": "a", "retries": -1}, "retries must be a whole number of at least 0"),
+        (MathVerify, {"timeout_s": 0}, "timeout_s must be a number above 0"),
+        (MathVerify, {"n_workers": 0}, "n_workers must be a whole number of at least 1"),
+        (MathVerify, {"retries": -1}, "retries must be a whole number of at least 0"),
     ],
 )
 def test_options_that_cannot_work_are_refused(function, options, says):
