@@ -1,6 +1,6 @@
 """Tasks: sources of problems and verifiers of their answers."""
 
-from lit_rlkv.tasks.arithmetic import ChainSum, Countdown, Products, Variables
+from lit_rlkv.tasks.arithmetic import ChainSum, Countdown, Products
 from lit_rlkv.tasks.base import FiniteTask, Task, UserTask
 from lit_rlkv.tasks.lists import Recall, Sorting
 from lit_rlkv.tasks.preferences import Preferences, load_preferences, read_preferences
@@ -20,7 +20,6 @@ __all__ = [
     "Sorting",
     "Task",
     "UserTask",
-    "Variables",
     "load_preferences",
     "load_problems",
     "read_preferences",

@@ -1,4 +1,4 @@
-"""Native tasks of arithmetic, with a scratchpad: chain sums, countdown, and variables to follow."""
+"""Native tasks of arithmetic, with a scratchpad: chain sums, products and countdown."""
 
 import itertools
 import operator
@@ -14,7 +14,6 @@ from lit_rlkv.tasks.base import (
     MAX_STEPS,
     check_whole_numbers,
     corrupt_final_answer,
-    lowercase_names,
 )
 from lit_rlkv.types import Problem, prompt_text
 
@@ -22,16 +21,7 @@ SLIPS = (-10, -2, -1, 1, 2, 10)
 """Errors of wrong totals."""
 _TOTALS = re.compile(r"([0-9]+,)*[0-9]+")
 _STEP = re.compile(r"([0-9]+)([-+*])([0-9]+)=([0-9]+)")
-_ASSIGNMENTS = re.compile(r"([a-z]+=[0-9]+;)*[a-z]+=[0-9]+")
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
-def slip(totals: Sequence[int], rng: random.Random, sizes: Sequence[int] = SLIPS) -> list[int]:
-    """Return the totals with one error that is carried to the last; none becomes negative."""
-    start = rng.randrange(len(totals))
-    smallest = min(totals[start:])
-    error = rng.choice([size for size in sizes if smallest + size >= 0])
-    return [*totals[:start], *(total + error for total in totals[start:])]
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,10 @@ class ChainSum:
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """Return the running totals with one slip of addition carried to the end."""
         totals = [int(total) for total in problem.solution.split(",")]
-        return ",".join(map(str, slip(totals, rng, self.slips)))
+        start = rng.randrange(len(totals))
+        smallest = min(totals[start:])
+        error = rng.choice([size for size in self.slips if smallest + size >= 0])
+        return ",".join(map(str, [*totals[:start], *(total + error for total in totals[start:])]))
 
 
 @dataclass(frozen=True)
@@ -110,59 +103,6 @@ class Products:
     def corrupt(self, problem: Problem, rng: random.Random) -> str:
         """Return a sum with one digit changed."""
         return corrupt_final_answer(problem, rng)
-
-
-@dataclass(frozen=True)
-class Variables:
-    """`a=3;x=5;b=a;c=b+2;y=x+1;c?` is solved by `a=3;b=3;c=5`; only the last assignment is scored."""
-
-    is_verifiable = True
-    n_steps: int = 3
-    """Length: assignments in each chain."""
-    n_chains: int = 2
-    """Difficulty: interleaved chains, of which one is asked about."""
-    max_operand: int = 9
-    """Largest starting value and largest increment."""
-
-    def __post_init__(self) -> None:
-        length = Range(least=1, most=MAX_LENGTH)
-        check_whole_numbers(self, n_steps=length, n_chains=length, max_operand=Range(least=1))
-
-    def sample(self, rng: random.Random) -> Problem:
-        n_variables = self.n_steps * self.n_chains
-        variables = rng.sample(lowercase_names(n_variables), n_variables)
-        chains = [
-            _chain(variables[first :: self.n_chains], self.max_operand, rng) for first in range(self.n_chains)
-        ]
-        # Each chain's iterator is listed once per statement, so shuffling keeps the order within a chain.
-        turns = [turn for statements, _ in chains for turn in [iter(statements)] * self.n_steps]
-        rng.shuffle(turns)
-        walk = rng.choice(chains)[1]
-        asked = walk[-1].partition("=")[0]
-        return Problem("".join(f"{next(turn)};" for turn in turns) + f"{asked}?", ";".join(walk), walk[-1])
-
-    def score(self, problem: Problem, completion: str) -> float:
-        """1.0 if the completion is a list of assignments and the last is the right one."""
-        is_well_formed = _ASSIGNMENTS.fullmatch(completion) is not None
-        return float(is_well_formed and completion.rpartition(";")[2] == problem.answer)
-
-    def corrupt(self, problem: Problem, rng: random.Random) -> str:
-        """Return the walk along the chain with one slip of addition carried to the end."""
-        walk = [assignment.split("=") for assignment in problem.solution.split(";")]
-        values = slip([int(value) for _, value in walk], rng)
-        return ";".join(f"{name}={value}" for (name, _), value in zip(walk, values, strict=True))
-
-
-def _chain(variables: list[str], max_operand: int, rng: random.Random) -> tuple[list[str], list[str]]:
-    """Return one chain as the prompt states it and as the solution evaluates it; half of the links copy."""
-    value = rng.randint(0, max_operand)
-    statements, walk = [f"{variables[0]}={value}"], [f"{variables[0]}={value}"]
-    for previous, variable in itertools.pairwise(variables):
-        increment = rng.choice((0, rng.randint(1, max_operand)))
-        value += increment
-        statements.append(f"{variable}={previous}" + (f"+{increment}" if increment else ""))
-        walk.append(f"{variable}={value}")
-    return statements, walk
 
 
 @dataclass(frozen=True)

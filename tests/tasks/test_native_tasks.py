@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lit_rlkv.data.tokenizers import build_task_tokenizer, encode
-from lit_rlkv.tasks import ChainSum, Countdown, FiniteTask, Recall, Sorting, Task, Variables
+from lit_rlkv.tasks import ChainSum, Countdown, FiniteTask, Recall, Sorting, Task
 
 TASKS = [
     ChainSum(),
@@ -13,9 +13,6 @@ TASKS = [
     Recall(),
     Recall(n_pairs=1, n_queries=1),
     Recall(n_pairs=60, n_queries=5, value_digits=3),
-    Variables(),
-    Variables(n_steps=1, n_chains=1, max_operand=1),
-    Variables(n_steps=15, n_chains=3),
     Sorting(),
     Sorting(n_items=2, max_value=1),
     Sorting(n_items=12, max_value=99),
@@ -90,7 +87,6 @@ def test_a_native_task_is_an_endless_one(task):
     [
         (ChainSum(n_terms=3), ChainSum(n_terms=30)),
         (Recall(n_pairs=3, n_queries=2), Recall(n_pairs=30, n_queries=2)),
-        (Variables(n_steps=3), Variables(n_steps=30)),
         (Sorting(n_items=3), Sorting(n_items=30)),
         (Countdown(n_numbers=2), Countdown(n_numbers=6)),
     ],
@@ -111,9 +107,6 @@ def test_the_length_knob_lengthens_every_prompt(short, long):
         (Recall, {"n_pairs": 2, "n_queries": 3}, "n_queries must be at most n_pairs=2"),
         (Recall, {"n_queries": 0}, "n_queries"),
         (Recall, {"value_digits": 0}, "value_digits"),
-        (Variables, {"n_steps": 0}, "n_steps"),
-        (Variables, {"n_chains": 0}, "n_chains"),
-        (Variables, {"max_operand": 0}, "max_operand"),
         (Sorting, {"n_items": 1}, "n_items"),
         (Sorting, {"max_value": 0}, "max_value"),
         (Countdown, {"n_numbers": 1}, "n_numbers"),
