@@ -205,6 +205,15 @@ def hidden_states(
     return hidden
 
 
+def dense_states(
+    model: PreTrainedModel, input_ids: Int[Tensor, "batch seq"], **options: Any
+) -> Float[Tensor, "batch seq dim"]:
+    """Return the last hidden states of rows without padding that see all keys; see `hidden_states`."""
+    is_token = torch.ones_like(input_ids, dtype=torch.bool)
+    record = Record.dense(is_token)
+    return hidden_states(model, input_ids, token_positions(is_token), record=record, **options)
+
+
 def replay_arguments(
     model: PreTrainedModel, record: Record, *, flat: FlatTokens | None = None, **options: Any
 ) -> dict[str, Any]:

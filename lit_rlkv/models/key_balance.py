@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from lit_rlkv.kernels.backend import use_kernels
 from lit_rlkv.models.attention import AttentionInputs
-from lit_rlkv.models.backbone import hidden_states, optional_setting, text_config, token_positions
-from lit_rlkv.types import Record
+from lit_rlkv.models.backbone import dense_states, optional_setting, text_config
 
 N_TOKENS = 256
 MOST_DOUBLINGS = 8
@@ -38,7 +37,6 @@ def key_balance(model: PreTrainedModel) -> tuple[Float[Tensor, "kv_head dim"], .
     n_tokens = min(N_TOKENS, optional_setting(config, "max_position_embeddings") or N_TOKENS)
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(config.vocab_size, (1, n_tokens), generator=generator).to(model.device)
-    is_token = torch.ones_like(input_ids, dtype=torch.bool)
     with use_kernels("reference"):
-        hidden_states(model, input_ids, token_positions(is_token), record=Record.dense(is_token), probe=look)
+        dense_states(model, input_ids, probe=look)
     return tuple(found[layer] for layer in sorted(found))

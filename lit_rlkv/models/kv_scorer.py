@@ -15,9 +15,8 @@ from lit_rlkv.kvcache.policies import Learned
 from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.kvcache.scorer import KVShape
 from lit_rlkv.models.attention import AttentionInputs
-from lit_rlkv.models.backbone import hidden_states, token_positions
+from lit_rlkv.models.backbone import dense_states
 from lit_rlkv.models.model_files import find_file
-from lit_rlkv.types import Record
 
 KV_SCORER = "kv_scorer"
 """Name of the module on a backbone."""
@@ -61,10 +60,8 @@ def _shapes(model: PreTrainedModel) -> list[KVShape]:
     def look(inputs: AttentionInputs) -> None:
         found[inputs.layer] = KVShape(inputs.key.shape[1], inputs.key.shape[3], inputs.value.shape[3])
 
-    input_ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    is_token = torch.ones_like(input_ids, dtype=torch.bool)
     with use_kernels("reference"):
-        hidden_states(model, input_ids, token_positions(is_token), record=Record.dense(is_token), probe=look)
+        dense_states(model, torch.zeros((1, 2), dtype=torch.long, device=model.device), probe=look)
     return [found[layer] for layer in sorted(found)]
 
 

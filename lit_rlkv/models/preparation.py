@@ -17,6 +17,7 @@ from lit_rlkv.models.backbone import (
     CACHELESS,
     CHUNKED,
     STATEFUL,
+    dense_states,
     has_states,
     head_logits,
     hidden_states,
@@ -254,7 +255,4 @@ def _is_wide(dtype: torch.dtype) -> bool:
 def has_finite_logits(model: PreTrainedModel) -> bool:
     """True if the logits of a few tokens are finite under the active adapter."""
     input_ids = torch.arange(PROBE_LEN, device=model.device)[None] % text_config(model).vocab_size
-    position_ids = torch.arange(PROBE_LEN, device=model.device)[None]
-    never_evicted = torch.full((1, 1, 1, PROBE_LEN), NEVER, dtype=torch.int32, device=model.device)
-    hidden = hidden_states(model, input_ids, position_ids, record=Record(never_evicted))
-    return bool(head_logits(model, hidden).isfinite().all())
+    return bool(head_logits(model, dense_states(model, input_ids)).isfinite().all())

@@ -22,12 +22,11 @@ from lit_rlkv.kvcache import SlotCache
 from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.adapters import LoraSpec, check_target_modules
 from lit_rlkv.models.backbone import (
+    dense_states,
     head_dims,
-    hidden_states,
     layer_kinds,
     n_embeddings,
     rope_frequencies,
-    token_positions,
 )
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.kv_scorer import add_kv_scorer, kv_scorer_of, read_kv_scorer
@@ -45,7 +44,6 @@ from lit_rlkv.runs.launch import WEIGHT_DTYPES
 from lit_rlkv.runs.preflight import CheckedConfig, check_critics
 from lit_rlkv.runs.run import Run
 from lit_rlkv.runs.starting_model import critic_dir, load_reward_head
-from lit_rlkv.types import Record
 
 log = logging.getLogger(__name__)
 
@@ -177,16 +175,9 @@ def layers_in_order(backbone: PreTrainedModel) -> list[nn.Module]:
         called.append(layer)
 
     hooks = [layer.register_forward_pre_hook(note) for layer in checkpointed_layers(backbone)]
-    input_ids = torch.zeros((1, 2), dtype=torch.long, device=backbone.device)
-    attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
     try:
         with use_kernels("reference"):
-            hidden_states(
-                backbone,
-                input_ids,
-                token_positions(attention_mask),
-                record=Record.dense(attention_mask),
-            )
+            dense_states(backbone, torch.zeros((1, 2), dtype=torch.long, device=backbone.device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_rlkv.config import ConfigError, is_local
-from lit_rlkv.models.backbone import head_logits, hidden_states, text_config, token_positions
+from lit_rlkv.models.backbone import dense_states, head_logits, text_config
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.kv_scorer import save_kv_scorer
 from lit_rlkv.models.layouts import CRITICS
@@ -23,7 +23,6 @@ from lit_rlkv.models.model_files import find_weights
 from lit_rlkv.rng import stream
 from lit_rlkv.runs.model_card import ADAPTER, HEADS, VALUE_ADAPTER, Exported
 from lit_rlkv.runs.starting_model import critic_dir
-from lit_rlkv.types import Record
 
 PROBE_SHAPE = (2, 12)
 """Rows and tokens of the inputs on which the export is compared with the policy."""
@@ -188,11 +187,7 @@ def check_written(merged: PreTrainedModel, folder: Path) -> None:
 def policy_logits(roles: Roles, input_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
     """Return the policy's logits with a dense cache."""
     with acting_as(roles, "policy") as backbone:
-        input_ids = input_ids.to(backbone.device)
-        attention_mask = torch.ones_like(input_ids, dtype=torch.bool)
-        hidden = hidden_states(
-            backbone, input_ids, token_positions(attention_mask), record=Record.dense(attention_mask)
-        )
+        hidden = dense_states(backbone, input_ids.to(backbone.device))
         return head_logits(backbone, hidden).cpu()
 
 
