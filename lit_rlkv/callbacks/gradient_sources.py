@@ -23,7 +23,7 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutPart, RolloutSplit
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.modules.base import StepOutputs
-from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn, global_is_weights, unweighted
+from lit_rlkv.objectives.corrections import CORRECTIONS, Correction, WeightFn, global_is_weights, unweighted
 from lit_rlkv.objectives.kl import kl_penalty
 from lit_rlkv.settings import dataclass
 from lit_rlkv.types import TrainBatch
@@ -43,7 +43,7 @@ class GradientSources(GradientDiagnostic):
     """
 
     name = "gradient_sources"
-    counterfactual: Literal["tis", "mis", "sparse_rl"] | None = None
+    counterfactual: Correction | None = None
     """also measure the gradient of a dense learner with this correction on the same rollout; null: no"""
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:
