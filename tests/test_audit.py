@@ -87,7 +87,7 @@ def test_many_broken_rows_are_named_and_the_others_counted_by_reason(folder, mon
     assert "many.jsonl:2: no response: response_ids is null" in named[0]
     assert named[21].endswith(f"many.jsonl:27: 1 log-probs for {len(row['logps'])} tokens of the response")
     (folder / "none.jsonl").write_text("\n".join(lines[1:6]))
-    with pytest.raises(SystemExit, match="no row can be compared: .*; and 2 more"):
+    with pytest.raises(SystemExit, match=r"no row can be compared: .*; and 2 more"):
         run(monkeypatch, folder, f"log={folder}/none.jsonl")
 
 

@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from lit_rlkv.config.composing import CONF_DIR
 from lit_rlkv.config.errors import ConfigError, one_line, require
-from lit_rlkv.config.keys import PRESETS
+from lit_rlkv.config.keys import PRESETS, check_keys
 from lit_rlkv.config.options import check_leaves, default_values, leaves
 from lit_rlkv.config.parsing import AUTO, check_types
 from lit_rlkv.config.run_labels import Choices

@@ -119,9 +119,9 @@ def sparse_rl(
     return ISWeights(torch.where(is_counted, weight, 0.0), is_counted)
 
 
-Correction = Literal["tis", "mis", "sparse_rl"]
-CORRECTIONS: dict[Correction, WeightFn] = dict(
-    zip(get_args(Correction), (truncated, masked, sparse_rl), strict=True)
+CorrectionName = Literal["tis", "mis", "sparse_rl"]
+CORRECTIONS: dict[CorrectionName, WeightFn] = dict(
+    zip(get_args(CorrectionName), (truncated, masked, sparse_rl), strict=True)
 )
 """Weight functions by name, with default options."""
 

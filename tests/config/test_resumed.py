@@ -85,7 +85,7 @@ def test_a_logger_that_the_run_did_not_have_gets_the_labels_of_the_run(tmp_path)
 
 
 def test_keys_of_the_options_that_the_run_chose_are_still_known(tmp_path):
-    folder = leave_run(tmp_path / "run", "reward=python", "reward.functions.custom.path=f.py:g")
+    folder = leave_run(tmp_path / "run", "logger=wandb", "logger.project=mine")
     given = command_line(f"resume={folder}")[1]
     choices = Choices.load(folder).with_more(given)
     check_keys(read_config(folder), choices.options, choices.overrides)
