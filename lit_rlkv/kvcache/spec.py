@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
 from jaxtyping import Bool
@@ -200,7 +201,8 @@ class CacheSpec(CacheSettings):
         try:
             return make(**self.policy_options)
         except TypeError as error:
-            raise ValueError(f"cache.policy={self.policy}: {error}") from error
+            takes = ", ".join(signature(make).parameters)
+            raise ValueError(f"cache.policy={self.policy}: {error}; it takes {takes}") from error
 
 
 def _divided(total: int, shares: Sequence[float]) -> tuple[int, ...]:

@@ -96,9 +96,9 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
         alike: dict[str, list[str]] = {}
         for each in left_out[N_BROKEN:]:  # by the reason without its numbers
             alike.setdefault(re.sub(r"\d+", "", each.partition(": ")[2]), []).append(each)
-        more = sorted(alike.values(), key=len, reverse=True)
-        yield from (f"  and {len(same)} more like {same[0]}" for same in more[:N_REASONS])
-        if n_others := sum(map(len, more[N_REASONS:])):
+        groups = sorted(alike.values(), key=len, reverse=True)
+        yield from (f"  and {len(same)} more like {same[0]}" for same in groups[:N_REASONS])
+        if n_others := sum(map(len, groups[N_REASONS:])):
             yield f"  and {n_others} for other reasons"
     how = "evictions replayed" if values["is_replayed"] else "all keys seen"
     sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))

@@ -99,6 +99,7 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     [
         ("+optimizer.epsilon=1e-6", "'epsilon'"),  # a signature judges it
         ("cache.policy_options.alpha=3", "policy_options"),
+        ("cache.policy_options.value_nrms=3 cache.policy=h2o", "'value_nrms'; it takes value_norms"),
         ("+cache.policy_options.alpha=3", "policy_options"),
         ("optimizer.eps=1e-6", "if the class that _target_ names takes it, add it by +optimizer.eps=..."),
         ("reward.functions.custom.path=f.py:g", "reward=python has it"),
@@ -115,7 +116,7 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     ],
 )
 def test_keys_that_are_added_replaced_or_removed_are_checked(override, key):
-    assert key in refusal(override)
+    assert key in refusal(*override.split())
 
 
 def test_a_key_that_nothing_would_read_is_refused_with_the_one_that_it_needs():
