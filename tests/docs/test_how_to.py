@@ -80,7 +80,7 @@ def test_the_index_names_every_page():
 
 def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
     run_dir, results = run_page("own-policy")
-    assert [row.cache for row in results.after] == ["dense", "Every 7+2"]
+    assert [row.cache for row in results.after] == ["dense", "Every n=3 7+2"]
     evicted_at = results.rollout.evicted_at
     is_kept = (evicted_at == NEVER).float().mean(dim=(0, 1, 2))
     first = int(results.rollout.attention_mask.any(dim=0).nonzero().min())
@@ -90,7 +90,7 @@ def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
         evaluate(scoring(run_dir))
     assert "trusted_modules" not in (run_dir / "config.yaml").read_text()
     with trusting(["mypackage"]):
-        assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every 7+2"]
+        assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every n=3 7+2"]
 
 
 def rewards_are_sums(row):
