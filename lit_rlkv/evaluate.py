@@ -1,8 +1,10 @@
 """python -m lit_rlkv.evaluate ckpt=...: score a saved run dense and at each budget of each policy."""
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from lit_rlkv.evaluation.evaluator import ScoredResponse
     from lit_rlkv.evaluation.results import CacheEstimates, EvalRow
 
+OF_EVALUATION = ("budgets", "n_prompts", "n_mismatch", "batch_size", "perplexity", *SAMPLING)
+"""Settings that have the same name in the group `evaluation` of fit."""
 PLAIN_WIDTH = 160
 """Width without a terminal, so that a wide table is not cut."""
 
@@ -80,7 +84,7 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
 
     saved = find_run(Path(asked.ckpt).expanduser())
     check_targets(saved.cfg)
-    for key in ("budgets", "n_prompts", "n_mismatch", "batch_size", "perplexity", *SAMPLING):
+    for key in OF_EVALUATION:
         if (value := getattr(asked, key)) is not None:
             saved.cfg.evaluation[key] = value
     saved.cfg.kernels = asked.kernels or saved.cfg.kernels
@@ -156,10 +160,21 @@ def _parse(arguments: Sequence[str]) -> EvaluateConfig:
     return parse(EvaluateConfig, compose_arguments("evaluate", arguments)[0])
 
 
+@contextmanager
+def _named_as_given() -> Iterator[None]:
+    """Name the settings in an error as this program does, not as fit."""
+    try:
+        yield
+    except ConfigError as error:
+        names = "|".join(OF_EVALUATION)
+        raise ConfigError(re.sub(rf"\bevaluation\.(?=(?:{names})\b)", "", str(error))) from error
+
+
 def _evaluate_and_show(asked: EvaluateConfig) -> None:
     from lit_rlkv.reporting.tables import score_table
 
-    found = evaluate(asked)
+    with _named_as_given():
+        found = evaluate(asked)
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH

@@ -13,7 +13,7 @@ from rich.console import Console
 from lit_rlkv.cli import compose_arguments, run_command
 from lit_rlkv.config import AUTO, Config, ConfigError, check_folders, check_keys, label_logger, parse_config
 from lit_rlkv.config.keys import check_effects
-from lit_rlkv.config.resumed import load_resumed_config, resumed_choices
+from lit_rlkv.config.resumed import load_resumed_config
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.files import is_disk_full
 from lit_rlkv.interrupts import InterruptedRunError, Interruption, ask_for_requeue, exit_soon
@@ -51,14 +51,13 @@ def _parse(arguments: Sequence[str]) -> FitArguments:
     given = Choices(dict(hydra_cfg.runtime.choices), tuple(overrides))
     choices: Choices | None = given
     old_dir: Path | None = None
-    if cfg.resume not in (None, AUTO):
-        old_dir, cfg = load_resumed_config(cfg, overrides)
-        choices = resumed_choices(old_dir, given)
-    if choices is not None:
-        check_keys(cfg, choices.options, choices.overrides)
-        label_logger(cfg, choices.options, choices.overrides)
-    if old_dir is None:
+    if cfg.resume in (None, AUTO):
+        check_keys(cfg, given.options, overrides)
         check_effects(cfg, overrides)
+    else:
+        old_dir, cfg, choices = load_resumed_config(cfg, given)
+    if choices is not None:
+        label_logger(cfg, choices.options, choices.overrides)
     return FitArguments(
         parse_config(cfg), hydra_cfg, choices, None if old_dir is None else old_dir.absolute()
     )

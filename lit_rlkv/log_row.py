@@ -56,8 +56,10 @@ class LogRow:
 
 
 def _tensor(name: str, values: Any) -> Tensor:
+    if values is None:
+        raise ValueError(f"{name} is None; give a number for each token, or leave the row out")
     try:
-        return torch.as_tensor([] if values is None else values).detach().cpu()
+        return torch.as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be numbers in equal rows, got {values!r:.80}: {error}") from None
 

@@ -101,7 +101,8 @@ def plan(asked: PlanArguments) -> None:
         cfg, roles, pass_bytes_of(cfg, roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )
     with as_config_errors("plan"):
-        check_length(planner.policy, planner.n_columns)
+        advice = f"lower rollout.max_new_tokens={cfg.rollout.max_new_tokens} or prompt={asked.n_prompt}"
+        check_length(planner.policy, planner.n_columns, advice)
         rows = [planner.row(cache) for cache in planner.caches()]
         chosen = next(row for row in rows if row.cache == planner.cache)
         changes = planner.changes(chosen)

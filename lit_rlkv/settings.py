@@ -253,7 +253,7 @@ class CacheSettings:
     protect_prompt: Bool = False
     """never evict keys of the prompt, and count only those after it in the budget"""
     policy_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """arguments of the policy's constructor"""
+    """arguments of the policy's constructor, such as cache.policy_options.value_norms=true"""
     budget_profile: Literal["pyramid"] | tuple[PositiveInt, ...] | None = None
     """budgets by layer, with budget as their mean: pyramid gives lower layers more (arXiv:2406.02069), a
     number for each layer without a window gives them in proportion; null: all the same"""

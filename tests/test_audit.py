@@ -75,6 +75,22 @@ def test_rows_that_the_model_cannot_replay_are_named_and_the_others_compared(fol
     assert "odd.jsonl:3: evicted_at must be whole numbers" in layers
 
 
+def test_many_broken_rows_are_named_and_the_others_counted_by_reason(folder, monkeypatch, capsys):
+    row = json.loads((folder / "log.jsonl").read_text().splitlines()[0])
+    broken = [row | {"response_ids": None}] * 25 + [row | {"logps": row["logps"][:n]} for n in range(1, 5)]
+    lines = [json.dumps(each) for each in (row, *broken)]
+    (folder / "many.jsonl").write_text("\n".join([*lines, "{"]))
+    run(monkeypatch, folder, f"log={folder}/many.jsonl", "temperature=0.8")  # and no exit status but 0
+    said = capsys.readouterr().out.splitlines()
+    named = [line for line in said if "many.jsonl:" in line]
+    assert [line.split()[:2] for line in named[20:]] == [["and", "5"], ["and", "4"], ["and", "1"]]
+    assert "many.jsonl:2: no response: response_ids is null" in named[0]
+    assert named[21].endswith(f"many.jsonl:27: 1 log-probs for {len(row['logps'])} tokens of the response")
+    (folder / "none.jsonl").write_text("\n".join(lines[1:6]))
+    with pytest.raises(SystemExit, match=r"no row can be compared: .*; and 2 more"):
+        run(monkeypatch, folder, f"log={folder}/none.jsonl")
+
+
 def test_rows_are_spread_over_the_file(folder, monkeypatch, capsys):
     run(monkeypatch, folder, "temperature=0.8", "rows=3", "--json")
     values = json.loads(capsys.readouterr().out)

@@ -8,7 +8,6 @@ import pytest
 from lit_rlkv.config import ConfigError
 from lit_rlkv.config.commands import ExportConfig
 from lit_rlkv.config.options import convert
-from lit_rlkv.config.resumed import resumed_choices
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.evaluate import evaluate
 from lit_rlkv.export import export
@@ -51,7 +50,7 @@ def test_a_damaged_side_file_is_named_and_kept(runs, name):
     damage(folder / name)
 
     def resume():
-        resumed_choices(folder, Choices({}, ()))  # which the command line asks for first
+        Choices.load(folder)  # which the command line asks for first
         run(runs, folder.name, *OPTIONS, resumes=True)
 
     with pytest.raises(DamagedFileError, match=f"{name} is damaged"):

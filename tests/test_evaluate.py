@@ -221,6 +221,9 @@ def test_texts_that_cannot_be_scored_are_refused_before_the_model_is_loaded(save
     monkeypatch.setattr("lit_rlkv.runs.open_run.make_policy", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=r"evaluation\.perplexity: .*none\.jsonl"):
         evaluate(asking(saved, perplexity=str(tmp_path / "none.jsonl")))
+    code, said = ended(main, f"ckpt={saved}", f"perplexity={tmp_path}/none.jsonl")
+    assert code == 1
+    assert "error: perplexity: '" in said
     (tmp_path / "short.jsonl").write_text('{"text": "1"}\n')
     with pytest.raises(ConfigError, match=r"perplexity: .*short\.jsonl:1: the text '1' has 1 tokens"):
         evaluate(asking(saved, perplexity=str(tmp_path / "short.jsonl")))

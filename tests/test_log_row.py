@@ -48,7 +48,9 @@ def test_tokens_that_the_engine_was_given_have_no_logps():
     ("change", "reason"),
     [
         ({"prompt_ids": []}, "prompt_ids must be token ids, at least one"),
-        ({"response_ids": None}, "response_ids must be token ids, at least one"),
+        ({"response_ids": None}, "^response_ids is None; give a number for each token"),
+        ({"logps": None}, "^logps is None; give"),
+        ({"response_ids": []}, "response_ids must be token ids, at least one"),
         ({"response_ids": [7, -1, 9]}, "none below 0"),
         ({"response_ids": [7.0, 8.0, 9.0]}, r"token ids, .* got tensor\(\[7\., 8\."),
         ({"prompt_ids": [[5], [6, 7]]}, "prompt_ids must be numbers in equal rows"),

@@ -227,7 +227,11 @@ def refusal(folder, checkpoint, *overrides):
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
-        ("llama", {"max_position_embeddings": 12}, "has positions for 12; lower max_new_tokens"),
+        (
+            "llama",
+            {"max_position_embeddings": 12},
+            "has positions for 12; lower rollout.max_new_tokens or shorten the prompts",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_too_short_is_refused(family, changes, says, tmp_path):

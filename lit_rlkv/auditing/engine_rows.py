@@ -11,6 +11,7 @@ from lit_rlkv.eviction_logs import from_kept
 from lit_rlkv.log_row import LogRow
 from lit_rlkv.models.backbone import check_length
 from lit_rlkv.models.replay import check_rollout
+from lit_rlkv.settings import show
 from lit_rlkv.tasks.hub import load, numbered_rows
 from lit_rlkv.tasks.json_rows import numbered_values
 from lit_rlkv.types import Rollout
@@ -29,6 +30,7 @@ TIMES, KEPT = "evicted_at", "kept"
 """Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
 Rows = tuple[list[LogRow], list[str], list[str]]
 """Rows, the place of each, and what is wrong with others."""
+ADVICE = "; log it, or leave the row out"
 N_SAID = 3
 """Faults that an error names."""
 
@@ -69,7 +71,7 @@ def fitting_rows(
     found: Rows = [], [], [*broken]
     for row, place in zip(rows, places, strict=True):
         try:
-            check_length(model, len(row.prompt_ids) + len(row.response_ids))
+            check_length(model, len(row.prompt_ids) + len(row.response_ids), "log shorter rows")
             check_rollout(model, Rollout.from_log([row]).to(model.device))
         except ValueError as error:
             found[2].append(f"{place}: {error}")
@@ -81,7 +83,8 @@ def fitting_rows(
 
 def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:
     if not rows:
-        raise ValueError(f"no row can be compared: {'; '.join(broken[:N_SAID])}")
+        more = f"; and {len(broken) - N_SAID} more" if len(broken) > N_SAID else ""
+        raise ValueError(f"no row can be compared: {'; '.join(broken[:N_SAID])}{more}")
     return rows, places, broken
 
 
@@ -114,12 +117,14 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     prompt = _first(sample, PROMPT) or [entry[1] for entry in details.get("input_token_logprobs") or ()]
     logps: Any = _first(sample, LOGPS) or details.get("output_token_logprobs")
     for name, part, known in (
-        ("prompt", prompt, PROMPT),
         ("response", response, RESPONSE),
         ("logps", logps, LOGPS),
+        ("prompt", prompt, PROMPT),
     ):
         if not part:
-            raise ValueError(f"no {name}: give it as {' or '.join(known)}; it has {', '.join(sample)}")
+            empty = [f"{key} is {show(sample[key])}" for key in known if key in sample]
+            given = f"give it as {' or '.join(known)}; it has {', '.join(sample)}"
+            raise ValueError(f"no {name}: {', '.join(empty) + ADVICE if empty else given}")
     mask = sample.get("prompt_mask") or (sample.get("attention_mask") or ())[: len(prompt)]
     if any(mask):  # that of verifiers is 0 on every token of a prompt
         prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]
@@ -143,9 +148,13 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
 def _in_parts(sample: Mapping[str, Any], mask: Sequence[int]) -> dict[str, Any]:
     """Return a sample whose prompt, all before its first sampled token, stands by itself."""
     start = next((place for place, one in enumerate(mask) if one), len(mask))
-    ids, logps = _first(sample, RESPONSE) or (), _first(sample, LOGPS) or ()
-    parts = {"response_ids": ids[start:], "logps": logps[start:], "is_sampled": mask[start:]}
-    return {**sample, "prompt_ids": ids[:start], **parts}
+    ids, logps = _first(sample, RESPONSE), _first(sample, LOGPS)
+    parts: dict[str, Any] = {"is_sampled": mask[start:]}
+    if ids:
+        parts |= {"prompt_ids": ids[:start], "response_ids": ids[start:]}
+    if logps:
+        parts["logps"] = logps[start:]
+    return {**sample, **parts}
 
 
 def _first(sample: Mapping[str, Any], names: Sequence[str]) -> Any:

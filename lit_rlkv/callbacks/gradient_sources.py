@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -23,7 +22,13 @@ from lit_rlkv.experience.batch import Experience
 from lit_rlkv.experience.minibatches import RolloutPart, RolloutSplit
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.modules.base import StepOutputs
-from lit_rlkv.objectives.corrections import CORRECTIONS, WeightFn, global_is_weights, unweighted
+from lit_rlkv.objectives.corrections import (
+    CORRECTIONS,
+    CorrectionName,
+    WeightFn,
+    global_is_weights,
+    unweighted,
+)
 from lit_rlkv.objectives.kl import kl_penalty
 from lit_rlkv.settings import dataclass
 from lit_rlkv.types import TrainBatch
@@ -43,7 +48,7 @@ class GradientSources(GradientDiagnostic):
     """
 
     name = "gradient_sources"
-    counterfactual: Literal["tis", "mis", "sparse_rl"] | None = None
+    counterfactual: CorrectionName | None = None
     """also measure the gradient of a dense learner with this correction on the same rollout; null: no"""
 
     def measure_updates(self, experience: Experience, split: RolloutSplit) -> None:

@@ -16,8 +16,8 @@ from lit_rlkv.settings import show
 
 PRESETS = ("experiment", "recipe", "debug")
 """Groups that set keys of others and have none of their own."""
-FREE = ("cache.policy_options.", "reward.functions.", "user_callbacks.")
-"""Nodes whose names the user chooses."""
+OPTIONS, NAMED = "cache.policy_options.", ("reward.functions.", "user_callbacks.")
+"""Places whose keys the user chooses: arguments, and names of nodes with a `_target_`."""
 FOREIGN_NAMES, TABLES = Path(__file__).with_name("foreign_names.yaml"), ("trl", "verl", "others")
 READ_WITH = {
     "environment": "rollout max_turns max_observation_tokens environment_timeout_s environment_workers",
@@ -30,6 +30,7 @@ READ_WITH = {
     "callbacks.keep_best": "callbacks best_metric best_mode",
 }
 """Node and names of keys that are read only with another key."""
+ALL_KEYS = "docs/reference/config.md has all keys"
 ALIKE, ALIKE_ELSEWHERE = 0.75, 0.8
 """Least similarity of two names, of which one may be the other misspelt; in another group it is more."""
 
@@ -60,13 +61,17 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
     added = [override.lstrip("+").partition("=")[0] for override in overrides if override[0] == "+"]
     for path, value in leaves(OmegaConf.to_container(cfg)):
         is_added = any(f"{path}.".startswith(f"{key}.") for key in added)
-        if path in known or (is_added and _is_judged(cfg, path)):
+        is_free = path.startswith(OPTIONS) or (path.startswith(NAMED) and _has_target(cfg, path))
+        if path in known or is_free or (is_added and _is_judged(cfg, path)):
             continue
         below = ", ".join(sorted(key for key in known if key.startswith(f"{path}.") and "._" not in key))
         if below and path.startswith("diagnostics.") and value is None:
             continue  # it is left out
         require(not below, f"{path}={show(value)} takes the place of {below}; set one of these")
-        raise ConfigError(f"unknown key {path!r}: {suggestion(path, known, value)}")
+        meant = suggestion(path, known, value)
+        if meant == ALL_KEYS and _has_target(cfg, path):
+            meant = f"if the class that _target_ names takes it, add it by +{path}=..."
+        raise ConfigError(f"unknown key {path!r}: {meant}")
 
 
 def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -100,7 +105,7 @@ def suggestion(key: str, known: Collection[str], value: object = None) -> str:
     own = [one.rpartition(".")[2] for ones in by_name.values() for one in ones if _group(one) == group]
     alike = get_close_matches(name, own, 1, ALIKE) or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
     closest = [get_close_matches(key, by_name[one], 1, 0.0)[0] for one in alike]
-    return f"did you mean {closest[0]!r}?" if closest else "docs/reference/config.md has all keys"
+    return f"did you mean {closest[0]!r}?" if closest else ALL_KEYS
 
 
 def _group(key: str) -> str:
@@ -152,7 +157,10 @@ def _declared(groups: tuple[str, ...]) -> frozenset[str]:
 
 def _is_judged(cfg: DictConfig, path: str) -> bool:
     """True if the schema leaves the keys at this place to a constructor, which checks them."""
+    return path.startswith((OPTIONS, *NAMED)) or _has_target(cfg, path)
+
+
+def _has_target(cfg: DictConfig, path: str) -> bool:
     names = path.split(".")
-    above = [OmegaConf.select(cfg, ".".join(names[:n])) for n in range(1, len(names) + 1)]
-    has_target = any(isinstance(node, DictConfig) and "_target_" in node for node in above)
-    return has_target or path.startswith(FREE)
+    above = (OmegaConf.select(cfg, ".".join(names[:n])) for n in range(1, len(names) + 1))
+    return any(isinstance(node, DictConfig) and "_target_" in node for node in above)

@@ -10,7 +10,7 @@ from yaml import YAMLError
 
 from lit_rlkv.config.composing import CONF_DIR
 from lit_rlkv.config.errors import ConfigError, one_line, require
-from lit_rlkv.config.keys import PRESETS
+from lit_rlkv.config.keys import PRESETS, check_keys
 from lit_rlkv.config.options import check_leaves, default_values, leaves
 from lit_rlkv.config.parsing import AUTO, check_types
 from lit_rlkv.config.run_labels import Choices
@@ -34,6 +34,7 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
+NOTHING_CHOSEN = Choices({}, ())
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -62,12 +63,19 @@ def read_config(run_dir: Path) -> DictConfig:
     return completed
 
 
-def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Path, DictConfig]:
-    """Return the folder and config of the run that `resume` names, with the overrides that may change.
+def load_resumed_config(
+    cfg: DictConfig, given: Choices = NOTHING_CHOSEN
+) -> tuple[Path, DictConfig, Choices | None]:
+    """Return folder and config of the run that `resume` names, with the overrides that may change.
+
+    The choices of the run come third; None for a run of an earlier version, which has not saved them.
+
+    Args:
+        given: the choices of this command line.
 
     Raises:
         ConfigError: the folder holds no run, a damaged one, or one with another config; the error then names
-            the differences.
+            the differences. A key does not exist.
     """
     run_dir = Path(cfg.resume)
     require(
@@ -76,9 +84,13 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
         f"resume={AUTO}",
     )
     saved = read_config(run_dir)
-    asked = _with_overrides(saved, cfg, overrides)
+    asked = _with_overrides(saved, cfg, given.overrides)
+    started = Choices.load(run_dir)
+    choices = None if started is None else started.with_more(given)
+    if choices is not None:
+        check_keys(asked, choices.options, choices.overrides)
     logger = str(asked.logger and asked.logger.get("_target_"))
-    is_given = any(override.lstrip("+").startswith("logger=") for override in overrides)
+    is_given = any(override.lstrip("+").startswith("logger=") for override in given.overrides)
     shipped = [OmegaConf.load(path) for path in (CONF_DIR / "logger").glob("*.yaml")]
     is_harmless = asked.logger in shipped or logger.startswith(OURS)  # they write into the run's folder
     require(
@@ -88,19 +100,7 @@ def load_resumed_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple
     )
     check_same_config(saved, asked, run_dir)
     check_saved_code(saved.reward.functions)
-    return run_dir, asked
-
-
-def resumed_choices(run_dir: Path, choices: Choices) -> Choices | None:
-    """Return the choices with which a run was started, with those of the command line that resumes it.
-
-    None for a run of an earlier version, which has not saved them.
-
-    Args:
-        choices: of this command line.
-    """
-    saved = Choices.load(run_dir)
-    return None if saved is None else saved.with_more(choices)
+    return run_dir, asked, choices
 
 
 def check_same_config(saved: DictConfig, asked: DictConfig, run_dir: Path) -> None:

@@ -114,17 +114,21 @@ def solutions_below_full_score(
 
 def check_prompts_fit(model: PreTrainedModel, sizes: Sizes, max_new_tokens: int) -> None:
     """Raise a ValueError that names prompts after which the model has no room for a response."""
-    _check_fit(model, sizes, sizes.prompts, max_new_tokens)
+    advice = "lower rollout.max_new_tokens or shorten the prompts"
+    _check_fit(model, sizes, sizes.prompts, advice, max_new_tokens)
 
 
 def check_completions_fit(model: PreTrainedModel, sizes: Sizes, *, has_pairs: bool) -> None:
     """Raise a ValueError that names prompts too long with their solution or, for pairs, rejected side."""
     sides = [sizes.solutions, *([sizes.rejected] if has_pairs else [])]
     longest = (max(counts) for counts in zip(*sides, strict=True))
-    _check_fit(model, sizes, [sum(counts) for counts in zip(sizes.prompts, longest, strict=True)])
+    counts = [sum(both) for both in zip(sizes.prompts, longest, strict=True)]
+    _check_fit(model, sizes, counts, "shorten the texts")
 
 
-def _check_fit(model: PreTrainedModel, sizes: Sizes, counts: Sequence[int], n_more: int = 0) -> None:
+def _check_fit(
+    model: PreTrainedModel, sizes: Sizes, counts: Sequence[int], advice: str, n_more: int = 0
+) -> None:
     def is_too_long(n_tokens: int) -> bool:
         try:
             check_length(model, n_tokens + n_more)
@@ -133,7 +137,7 @@ def _check_fit(model: PreTrainedModel, sizes: Sizes, counts: Sequence[int], n_mo
         return False
 
     try:
-        check_length(model, max(counts) + n_more)
+        check_length(model, max(counts) + n_more, advice)
     except ValueError as error:
         raise ValueError(f"{error}{sizes.longest(counts, is_too_long)}") from error
 

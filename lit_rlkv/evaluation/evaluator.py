@@ -243,9 +243,8 @@ class Evaluator:
         """Return a rollout, and its KL and replay gap; on one rank only, as a rollout has one generator."""
         problems = self.problems[: self.config.n_mismatch]
         start = len(self.problems)
-        rollouts = cache.for_rollouts
         rollout, _ = self._generate(
-            problems, rollouts, self.rollout, self.rollout, start, on_progress=on_progress
+            problems, cache, self.rollout, self.rollout, start, on_progress=on_progress, as_rollout=True
         )
         shadow = self._scores(rollout, "policy", shadow=True)
         dense = shadow if cache.is_exact else self._scores(rollout, "policy")
@@ -348,6 +347,7 @@ class Evaluator:
         first: int = 0,
         n_samples: int = 1,
         on_progress: Callable[[int], object] | None = None,
+        as_rollout: bool = False,
     ) -> tuple[Rollout, TextConversations | None]:
         rounds = () if first == 0 else (first,)
         prompts, talk = encode_problems(self.tokenizer, self.environments, problems, n_samples)
@@ -358,7 +358,7 @@ class Evaluator:
                 self.tokenizer,
                 prompts,
                 replace(settings, max_rows=max(self.batch_size, n_samples)),
-                cache=cache,
+                cache=cache.for_rollouts if as_rollout else cache,
                 generator=stream(self.seed, *names, device=backbone.device),
                 num_return_sequences=n_samples,
                 on_progress=on_progress,

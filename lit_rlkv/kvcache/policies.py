@@ -50,7 +50,8 @@ class ByAttention(Policy):
 
     Args:
         value_norms: CriticalKV (arXiv:2502.03805): the half of the budget that `received` scores highest, the
-            window included, then the keys of highest (received + 1e-4) · ‖W_o v‖₁.
+            window included, then the keys of highest (received + 1e-4) · ‖W_o v‖₁. Where sinks leave less
+            than that half, `received` alone chooses.
     """
 
     def __init__(self, value_norms: bool = False) -> None:
@@ -71,8 +72,10 @@ class ByAttention(Policy):
         ranked = ranked.masked_fill(view.is_first | ~view.is_live, -torch.inf)
         first_half = ranked.topk(min(view.budget // 2, ranked.shape[-1])).indices
         weighed = (received + EPSILON) * view.value_norms
-        # Below infinity, which protects keys: sinks and window come first.
-        return weighed.scatter(2, first_half, torch.finfo(torch.float32).max)
+        # Below infinity, which protects keys: sinks and window come first. In the order of `received`.
+        rank = torch.arange(1, first_half.shape[-1] + 1, device=received.device)
+        most = (torch.finfo(torch.float32).max / rank).expand_as(first_half)
+        return weighed.scatter(2, first_half, most.to(weighed.dtype))
 
 
 class H2O(ByAttention):

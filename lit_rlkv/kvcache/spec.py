@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
 from jaxtyping import Bool
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lit_rlkv.kvcache.policies import DENSE, POLICIES, WITHOUT_OPTIONS, load_policy_class
 from lit_rlkv.kvcache.policy import Policy
-from lit_rlkv.settings import CacheSettings, dataclass
+from lit_rlkv.settings import CacheSettings, dataclass, show
 
 BETA = 20
 """After PyramidKV (arXiv:2406.02069), the last layer chooses 1 / BETA of the mean number of keys."""
@@ -85,13 +86,14 @@ class CacheSpec(CacheSettings):
 
     @property
     def label(self) -> str:
-        """Name of this cache in tables and plots."""
+        """Name of this cache in tables and plots, and of its random numbers in evaluations."""
         dtype = "" if self.dtype is None else f" {self.dtype}"
         if self.is_dense:
             return f"dense{dtype}"
         prompt = "prompt+" if self.protect_prompt else ""
         profile = "" if self.budget_profile is None else f" {self.profile_name}"
-        return f"{self.policy_name}{profile} {prompt}{self.budget}+{self.interval}{dtype}"
+        options = "".join(f" {name}={show(value)}" for name, value in sorted(self.policy_options.items()))
+        return f"{self.policy_name}{options}{profile} {prompt}{self.budget}+{self.interval}{dtype}"
 
     @property
     def profile_name(self) -> str:
@@ -199,7 +201,8 @@ class CacheSpec(CacheSettings):
         try:
             return make(**self.policy_options)
         except TypeError as error:
-            raise ValueError(f"cache.policy={self.policy}: {error}") from error
+            takes = ", ".join(signature(make).parameters)
+            raise ValueError(f"cache.policy={self.policy}: {error}; it takes {takes}") from error
 
 
 def _divided(total: int, shares: Sequence[float]) -> tuple[int, ...]:

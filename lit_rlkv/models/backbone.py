@@ -37,8 +37,11 @@ def text_config(model: PreTrainedModel) -> PretrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
-def check_length(model: PreTrainedModel, seq_len: int) -> None:
+def check_length(model: PreTrainedModel, seq_len: int, advice: str = "shorten the texts") -> None:
     """Check that sequences of `seq_len` tokens can be replayed and fit the model.
+
+    Args:
+        advice: how to make them shorter, for the error.
 
     Raises:
         ValueError: `seq_len` exceeds the model's positions, or longrope's limit.
@@ -52,14 +55,13 @@ def check_length(model: PreTrainedModel, seq_len: int) -> None:
     ]
     if limits and seq_len > (limit := min(limits)):
         raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but beyond {limit} {name} rotates all "
-            "its keys differently (longrope), which cached keys cannot follow; use shorter sequences"
+            f"a sequence may reach {seq_len} tokens, but beyond {limit} {name} rotates all its keys "
+            f"differently (longrope), which cached keys cannot follow; {advice}"
         )
     n_positions = optional_setting(config, "max_position_embeddings")
     if n_positions is not None and seq_len > n_positions:
         raise ValueError(
-            f"prompt and response may reach {seq_len} tokens, but {name} has positions for {n_positions}; "
-            "lower max_new_tokens or shorten the texts"
+            f"a sequence may reach {seq_len} tokens, but {name} has positions for {n_positions}; {advice}"
         )
 
 

@@ -6,6 +6,7 @@ view. It returns the weight of each token and a mask of the tokens that denomina
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -118,7 +119,10 @@ def sparse_rl(
     return ISWeights(torch.where(is_counted, weight, 0.0), is_counted)
 
 
-CORRECTIONS: dict[str, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}
+CorrectionName = Literal["tis", "mis", "sparse_rl"]
+CORRECTIONS: dict[CorrectionName, WeightFn] = dict(
+    zip(get_args(CorrectionName), (truncated, masked, sparse_rl), strict=True)
+)
 """Weight functions by name, with default options."""
 
 

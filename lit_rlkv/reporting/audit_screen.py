@@ -1,5 +1,6 @@
 """An audit as a page of text, as plain values, and as a picture."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,10 @@ from lit_rlkv.models.packing import passes
 from lit_rlkv.reporting.plots import style
 from lit_rlkv.reporting.tables import make_table
 
-N_WORST, N_CAUSES, N_BROKEN, N_BINS = 5, 6, 5, 8
-"""Tokens, causes, rows that could not be read, and bins of positions that are shown."""
+N_WORST, N_CAUSES, N_UNEVEN, N_BINS = 5, 6, 5, 8
+"""Tokens, causes, rows with uneven heads, and bins of positions that are shown."""
+N_BROKEN, N_REASONS = 20, 5
+"""Rows that are named of those that could not be read, and reasons of the others."""
 LEAST_DRAWN = 1e-7
 """Nats: a smaller gap is drawn as this."""
 MAX_LABEL = 50
@@ -90,7 +93,13 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     if left_out:
         yield f"{len(left_out)} rows of the file cannot be read:"
         yield from (f"  {each}" for each in left_out[:N_BROKEN])
-        yield from [f"  and {len(left_out) - N_BROKEN} more"] * (len(left_out) > N_BROKEN)
+        alike: dict[str, list[str]] = {}
+        for each in left_out[N_BROKEN:]:  # by the reason without its numbers
+            alike.setdefault(re.sub(r"\d+", "", each.partition(": ")[2]), []).append(each)
+        groups = sorted(alike.values(), key=len, reverse=True)
+        yield from (f"  and {len(same)} more like {same[0]}" for same in groups[:N_REASONS])
+        if n_others := sum(map(len, groups[N_REASONS:])):
+            yield f"  and {n_others} for other reasons"
     how = "evictions replayed" if values["is_replayed"] else "all keys seen"
     sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))
     yield f"|log π − log μ| in nats, {how}: {sizes}"
@@ -127,7 +136,7 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
         if values["grows"] and not values["is_replayed"]:
             yield "it grows along the response, as under eviction; log when keys were evicted"
     yield from (
-        f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_BROKEN]
+        f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_UNEVEN]
     )
 
 

@@ -250,7 +250,7 @@ def check_prompts(
         )
     for token in map(int, input_ids.aminmax()):
         check_token(model, "a prompt", token)
-    check_length(model, input_ids.shape[1] + max_new_tokens)
+    check_length(model, input_ids.shape[1] + max_new_tokens, "lower max_new_tokens or shorten the prompts")
 
 
 def check_token(model: PreTrainedModel, name: str, token: int) -> None:

@@ -98,7 +98,12 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     ("override", "key"),
     [
         ("+optimizer.epsilon=1e-6", "'epsilon'"),  # a signature judges it
+        ("cache.policy_options.alpha=3", "policy_options"),
+        ("cache.policy_options.value_nrms=3 cache.policy=h2o", "'value_nrms'; it takes value_norms"),
         ("+cache.policy_options.alpha=3", "policy_options"),
+        ("optimizer.eps=1e-6", "if the class that _target_ names takes it, add it by +optimizer.eps=..."),
+        ("reward.functions.custom.path=f.py:g", "reward=python has it"),
+        ("reward.functions.mine.wieght=1", "unknown key 'reward.functions.mine.wieght'"),
         ("cache=snapkv", "cache.policy"),
         ("algorithm.kl=0.1", "algorithm.kl.weight"),
         ("diagnostics.gradient=false", "diagnostics.gradient.every"),
@@ -111,7 +116,7 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     ],
 )
 def test_keys_that_are_added_replaced_or_removed_are_checked(override, key):
-    assert key in refusal(override)
+    assert key in refusal(*override.split())
 
 
 def test_a_key_that_nothing_would_read_is_refused_with_the_one_that_it_needs():
@@ -132,6 +137,16 @@ def test_a_key_that_nothing_would_read_is_refused_with_the_one_that_it_needs():
         "cache.policy=random", "algorithm.eviction.weight=0.7"
     )
     asked("experiment=tools", "rollout.max_turns=3", "cache.policy=learned", "algorithm.eviction.weight=0.7")
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_keys_of_free_mappings_need_no_plus(plus):
+    h2o = asked("cache.policy=h2o", f"{plus}cache.policy_options.value_norms=true")
+    assert h2o.cache.policy_options == {"value_norms": True}
+    whole = asked("cache.policy=h2o", f"{plus}cache.policy_options={{value_norms:true}}")
+    assert whole.parts.cache == h2o.parts.cache
+    short = asked(f"{plus}reward.functions.short={{_target_:lit_rlkv.rewards.Regex,pattern:x,weight:0.5}}")
+    assert short.parts.reward_functions["short"].weight == 0.5
 
 
 def test_optional_keys_may_be_added_and_removed():

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, check_keys, composed, label_logger
-from lit_rlkv.config.resumed import load_resumed_config, read_config, resumed_choices
+from lit_rlkv.config.resumed import load_resumed_config, read_config
 from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.trust import trusting
 from tests.config.test_composing import answers
@@ -30,10 +30,8 @@ def leave_run(folder, *arguments):
 def resumed(folder, *arguments):
     """Return config and choices of the run as fit prepares them when it resumes."""
     cfg, given = command_line(f"resume={folder}", *arguments)
-    _, cfg = load_resumed_config(cfg, given.overrides)
-    choices = resumed_choices(folder, given)
+    _, cfg, choices = load_resumed_config(cfg, given)
     if choices is not None:
-        check_keys(cfg, choices.options, choices.overrides)
         label_logger(cfg, choices.options, choices.overrides)
     return cfg, choices
 
@@ -53,6 +51,8 @@ def test_mistakes_of_a_resumed_run_are_told_before_torch_is_imported(tmp_path):
         f"resume={tmp_path}/other": "other/config.yaml cannot be used: task must name its class",
         f"resume={tmp_path}/binary": "binary/config.yaml cannot be used: ",
         f"resume={run} seed=3": "another config, which cannot change on resume",
+        f"resume={run} foo=1": "unknown key 'foo': docs/reference/config.md has all keys",
+        f"resume={run} cache.bugdet=3 seed=3": "unknown key 'cache.bugdet': did you mean 'cache.budget'?",
         f"resume={run} experiment=tis": "experiment=tis: a resumed run takes no preset",
         f"resume={run} +diagnostics.gradent=null": "diagnostics.gradient",
     }
@@ -85,9 +85,9 @@ def test_a_logger_that_the_run_did_not_have_gets_the_labels_of_the_run(tmp_path)
 
 
 def test_keys_of_the_options_that_the_run_chose_are_still_known(tmp_path):
-    folder = leave_run(tmp_path / "run", "reward=python", "reward.functions.custom.path=f.py:g")
+    folder = leave_run(tmp_path / "run", "logger=wandb", "logger.project=mine")
     given = command_line(f"resume={folder}")[1]
-    choices = resumed_choices(folder, given)
+    choices = Choices.load(folder).with_more(given)
     check_keys(read_config(folder), choices.options, choices.overrides)
     with pytest.raises(ConfigError, match="unknown key"):  # the control: the options of this command line
         check_keys(read_config(folder), given.options, given.overrides)
@@ -103,6 +103,7 @@ def test_keys_of_the_options_that_the_run_chose_are_still_known(tmp_path):
         ("logger=csv", "logger=tensorboard"),
         ("seed=1", "~diagnostics.gradient"),
         ("cache.policy_options={}", "callbacks.keep_best=2"),
+        ("cache.policy_options.value_norms=true", "callbacks.keep_best=2"),
     ],
 )
 def test_settings_that_may_change_are_known_whatever_the_run_left_out(tmp_path, first, later):

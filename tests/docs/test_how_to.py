@@ -80,8 +80,10 @@ def test_the_index_names_every_page():
 
 def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
     run_dir, results = run_page("own-policy")
-    assert [row.cache for row in results.after] == ["dense", "Every 7+2"]
-    evicted_at = results.rollout.evicted_at
+    assert [row.cache for row in results.after] == ["dense", "Every n=3 7+2"]
+    is_whole = results.rollout.attention_mask[:, -1]  # in one that ends earlier, its latest keys stay
+    evicted_at = results.rollout.evicted_at[is_whole]
+    assert is_whole.any()
     is_kept = (evicted_at == NEVER).float().mean(dim=(0, 1, 2))
     first = int(results.rollout.attention_mask.any(dim=0).nonzero().min())
     middle = range(first + 1, len(is_kept) - 3)
@@ -90,7 +92,7 @@ def test_own_policy_decides_what_is_evicted_and_needs_trust_again(run_page):
         evaluate(scoring(run_dir))
     assert "trusted_modules" not in (run_dir / "config.yaml").read_text()
     with trusting(["mypackage"]):
-        assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every 7+2"]
+        assert [row.cache for row in evaluate(scoring(run_dir)).rows] == ["dense", "Every n=3 7+2"]
 
 
 def rewards_are_sums(row):

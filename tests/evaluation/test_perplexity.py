@@ -140,6 +140,9 @@ def test_a_text_longer_than_the_positions_of_the_model_is_named(tmp_path):
     most = model.config.max_position_embeddings
     rows = [{"text": "1" * n} for n in (2, most + 1, 5)]
     tokenizer = build_task_tokenizer()
-    with pytest.raises(ValueError, match=rf"positions for {most}.*longest text is .*:2 \({most + 1} tok"):
+    with pytest.raises(
+        ValueError,
+        match=rf"positions for {most}; shorten the texts; the longest text is .*:2 \({most + 1} tok",
+    ):
         check_texts_fit(model, read_texts(written(tmp_path, *rows), tokenizer))
     check_texts_fit(model, read_texts(written(tmp_path, rows[0], {"text": "1" * most}), tokenizer))

@@ -164,6 +164,18 @@ def test_value_norms_choose_the_second_half_of_the_budget_as_criticalkv_does(nam
     assert not torch.allclose(older_scores(POLICIES[name](), view)[:, heads[0].n_first :], expected)
 
 
+def test_where_sinks_take_more_than_half_of_the_budget_attention_alone_chooses_the_others():
+    view = make_view()
+    # 12 keys stay: 7 sinks, 4 of the window, and 1 of the 2 others in the half that attention chooses.
+    view = replace(view, is_first=view.columns < N_PADDING + 7, projection=lambda: torch.ones(8, 11))
+    assert view.attention is not None
+    is_other = ~(view.is_first | view.is_recent)
+    best = view.attention.masked_fill(~is_other, -1.0).topk(2).indices
+    assert (best[..., 0] > best[..., 1]).any()  # not the earlier of both
+    found = POLICIES["h2o"](value_norms=True).score(view).masked_fill(~is_other, -1.0)
+    assert torch.equal(found.argmax(dim=-1), best[..., 0])
+
+
 def test_value_norms_are_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch):
     weight = torch.randn(KV_HEADS * GROUP * DIM_V, 11)
     whole = projected_norms(make_view().values, weight)

@@ -87,6 +87,16 @@ def test_a_spec_cannot_be_changed_after_it_was_checked():
         CacheSpec().budget = 3  # type: ignore[misc]
 
 
+def test_caches_that_differ_in_an_option_differ_in_their_label():
+    options = {"value_norms": True}
+    weighs = CacheSpec("h2o", budget=32, interval=8, policy_options=options)
+    assert weighs.label == "h2o value_norms=true 32+8"
+    assert replace(weighs, policy_options={}).label == "h2o 32+8"
+    gkv = CacheSpec("learned", policy_options={"samples": True, "hidden": 3}).label
+    assert gkv == CacheSpec("learned", policy_options={"hidden": 3, "samples": True}).label
+    assert gkv == "learned hidden=3 samples=true 512+128"
+
+
 def test_a_quantized_cache_says_so_in_its_label_and_is_not_exact():
     assert CacheSpec("h2o", budget=32, interval=8, dtype="int4").label == "h2o 32+8 int4"
     rounded = replace(CacheSpec.dense(), dtype="int8")

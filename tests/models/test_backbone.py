@@ -76,9 +76,11 @@ def test_sequences_longer_than_the_positions_are_refused(config: PretrainedConfi
     model = prepare_backbone(build(config))
     check_length(model, 32)
     with pytest.raises(
-        ValueError, match=r"may reach 33 tokens, but .* has positions for 32; lower max_new_tokens"
+        ValueError, match=r"a sequence may reach 33 tokens, but .* has positions for 32; shorten the texts"
     ):
         check_length(model, 33)
+    with pytest.raises(ValueError, match="for 32; read less"):
+        check_length(model, 33, "read less")
 
 
 def test_sequences_on_which_longrope_turns_all_keys_are_refused():

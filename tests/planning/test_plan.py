@@ -180,7 +180,7 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
         ("model.path=./nothing", "is not a checkpoint folder"),
         ("cache.budget=20", "cache: budget must be at least sink + window + 1 = 21, got 20"),
         ("rollout.replay_routing=true", "has no experts to record"),
-        ("rollout.max_new_tokens=1000000", "has positions for 32768"),
+        ("rollout.max_new_tokens=1000000", "for 32768; lower rollout.max_new_tokens=1000000 or prompt="),
     ],
 )
 def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):

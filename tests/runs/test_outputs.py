@@ -96,7 +96,7 @@ def test_a_resumed_run_logs_to_the_same_wandb_run(sft_runs):
     killed(config(sft_runs, "logger=wandb", *QUICK), folder)
     (cut_short,) = finished_runs(folder)
     assert cut_short.exit_code == 1
-    again, cfg = load_resumed_config(compose_resume(folder))
+    again, cfg, _ = load_resumed_config(compose_resume(folder))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     (whole,) = finished_runs(folder)  # it replaces the part of before
     assert whole.id == cut_short.id
@@ -110,7 +110,7 @@ def test_token_and_time_axes_continue_in_a_resumed_run(sft_runs):
     folder = sft_runs / "axes"
     killed(config(sft_runs, *QUICK), folder)
     before = rows_of(folder)[0]
-    again, cfg = load_resumed_config(compose_resume(folder))
+    again, cfg, _ = load_resumed_config(compose_resume(folder))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     first, second = rows_of(folder)
     assert first == before
@@ -123,7 +123,7 @@ def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_w
     killed(config(sft_runs, "logger=lightning_csv", *QUICK), sft_runs / "there")
     assert [path.name for path in (sft_runs / "there" / "lightning_csv").iterdir()] == ["version_0"]
     folder = (sft_runs / "there").rename(sft_runs / "here")
-    again, cfg = load_resumed_config(compose_resume(folder))
+    again, cfg, _ = load_resumed_config(compose_resume(folder))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     assert {path.name for path in (folder / "lightning_csv").iterdir()} == {"version_0", "version_1"}
     assert not (sft_runs / "there").exists()

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from lit_rlkv.config import ConfigError, composed
 from lit_rlkv.config.resumed import check_same_config, differences, load_resumed_config
+from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.run_files import CHECKPOINTS, CONFIG, REPORT
 from lit_rlkv.runs.checkpoint import Checkpoint
 from lit_rlkv.runs.lock import BusyError, FolderLock
@@ -23,6 +24,10 @@ def asked(folder, *overrides):
     cfg = composed("config", [*TINY, f"runs_dir={folder}", *overrides])
     del cfg.hydra
     return cfg
+
+
+def given(*overrides):
+    return Choices({}, overrides)
 
 
 def found(cfg, run_dir):
@@ -174,28 +179,28 @@ def test_auto_resumes_in_the_given_folder_and_refuses_another_run_there(tmp_path
 def test_a_resumed_run_takes_changes_only_of_keys_that_may_change(tmp_path):
     run = leave_run(tmp_path, "mine", "seed=5")
     cfg = asked(tmp_path, f"resume={run}", "callbacks.keep_best=2")
-    folder, gone_on = load_resumed_config(cfg, [f"resume={run}", "callbacks.keep_best=2"])
+    folder, gone_on, _ = load_resumed_config(cfg, given(f"resume={run}", "callbacks.keep_best=2"))
     assert folder == run
     assert (gone_on.seed, gone_on.callbacks.keep_best) == (5, 2)
     with pytest.raises(ConfigError, match="seed: 5 -> 6"):
-        load_resumed_config(asked(tmp_path, f"resume={run}", "seed=6"), [f"resume={run}", "seed=6"])
+        load_resumed_config(asked(tmp_path, f"resume={run}", "seed=6"), given(f"resume={run}", "seed=6"))
     with pytest.raises(ConfigError, match="a resumed run takes no preset"):
-        load_resumed_config(cfg, [f"resume={run}", "experiment=tis"])
+        load_resumed_config(cfg, given(f"resume={run}", "experiment=tis"))
 
 
 def test_a_service_of_a_saved_run_is_resumed_only_if_the_command_line_trusts_it(tmp_path):
     run = leave_run(tmp_path, "mine", "reward=endpoint", "reward.functions.custom.url=http://there/")
     cfg = asked(tmp_path, f"resume={run}")
     with pytest.raises(ConfigError, match=r"trusted_modules=\['http://there/'\]"):
-        load_resumed_config(cfg, [f"resume={run}"])
+        load_resumed_config(cfg, given(f"resume={run}"))
     with trusting(["http://there/"]):
-        assert load_resumed_config(cfg, [f"resume={run}"])[0] == run
+        assert load_resumed_config(cfg, given(f"resume={run}"))[0] == run
 
 
 def gone_on(folder, run, *overrides):
     """The config of a run that is gone on with."""
     overrides = [f"resume={run}", *overrides]
-    return load_resumed_config(asked(folder, *overrides), overrides)[1]
+    return load_resumed_config(asked(folder, *overrides), given(*overrides))[1]
 
 
 def test_a_group_that_is_chosen_takes_the_place_of_the_runs_own(tmp_path):
