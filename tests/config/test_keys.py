@@ -98,9 +98,9 @@ def test_keys_of_one_group_are_not_alike_because_they_begin_alike():
     ("override", "key"),
     [
         ("+optimizer.epsilon=1e-6", "'epsilon'"),  # a signature judges it
-        ("cache.policy_options.alpha=3", "policy_options"),
+        ("cache.policy_options.alpha=3", "'alpha'; it takes seed"),
         ("cache.policy_options.value_nrms=3 cache.policy=h2o", "'value_nrms'; it takes value_norms"),
-        ("+cache.policy_options.alpha=3", "policy_options"),
+        ("+cache.policy_options.alpha=3", "'alpha'; it takes seed"),
         ("optimizer.eps=1e-6", "if the class that _target_ names takes it, add it by +optimizer.eps=..."),
         ("reward.functions.custom.path=f.py:g", "reward=python has it"),
         ("reward.functions.mine.wieght=1", "unknown key 'reward.functions.mine.wieght'"),
