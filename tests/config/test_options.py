@@ -9,7 +9,7 @@ from hydra.utils import get_object
 from lit_rlkv.config import CONF_DIR
 
 TASKS = ["gsm8k", "word_problems", "dataset"]
-REWARDS = ["command", "endpoint", "math", "numeric", "python"]
+REWARDS = ["endpoint", "math", "numeric", "python"]
 
 
 @pytest.fixture
