@@ -3,15 +3,19 @@
 All times are those of `LogRow.evicted_at`: the position of the first query that no longer sees the key.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lit_rlkv.checks import Range
 from lit_rlkv.kernels.evict import choose_survivors
+from lit_rlkv.kvcache.policies import Random
 from lit_rlkv.kvcache.seeded_draws import seeded_draws
+from lit_rlkv.kvcache.spec import CacheSpec
 from lit_rlkv.log_row import is_whole_numbers
 from lit_rlkv.types import NEVER
 
@@ -109,7 +113,12 @@ def from_rule(
     Args:
         compactions: positions of the first query after each compaction, which keeps the `last` keys before
             that query; None: each query sees `last` keys, its own among them.
+
+    Raises:
+        ValueError: `last` or `sink` is no number of keys.
     """
+    Range(least=1).check("last", last, int)
+    Range(least=0).check("sink", sink, int)
     position = torch.arange(n_tokens)
     times = position + last
     if compactions is not None:
@@ -120,32 +129,50 @@ def from_rule(
 
 def from_seed(
     n_tokens: int,
-    seed: int,
+    n_prompt: int,
+    cache: CacheSpec,
     *,
     n_layers: int,
     n_kv_heads: int,
-    budget: int,
-    compactions: Iterable[int],
-    sink: int = 0,
-    window: int = 1,
+    windows: Mapping[int, int] = MappingProxyType({}),
+    prefill_chunk: int | None = None,
 ) -> Int[Tensor, "layer kv_head token"]:
-    """Return the times of the policy `random` with `cache.policy_options.seed`.
+    """Return the times of a row of `generate` under the policy `random` with `cache.policy_options.seed`.
+
+    All rows of the same lengths lose the same keys.
 
     Args:
+        n_prompt: tokens of the row that were given, of `n_tokens`.
         n_layers: layers with attention.
-        compactions: positions of the first query after each compaction, `range(n_prompt, n_tokens - 1,
-            interval)` for a prompt that was read in one piece.
-        sink, window: first and latest keys, which stay.
+        windows: sliding windows by the number of the layer, from 0; there the window alone evicts.
+        prefill_chunk: that of the rollout.
+
+    Raises:
+        ValueError: the cache is not `random` with a seed.
     """
-    position = torch.arange(n_tokens).expand(n_layers, n_kv_heads, -1)
-    times = torch.full(position.shape, NEVER, dtype=torch.int32)
-    first, kept = torch.zeros(n_layers, dtype=torch.long), {"budget": budget, "sink": sink, "window": window}
-    for moment in sorted(compactions):
-        is_there, now = (position < moment) & (times == NEVER), torch.tensor([moment])
-        draws = [seeded_draws(seed, layer, position[:1], now) for layer in range(n_layers)]
-        held = position.where(is_there, -1)
-        _, is_kept = choose_survivors(torch.cat(draws), held, now.expand(n_layers), first, **kept)
-        times[is_there & ~is_kept] = moment
+    policy = cache.make_policy()
+    if not isinstance(policy, Random) or policy.seed is None:
+        raise ValueError(
+            f"cache must be random with a seed, got {cache.label}; give "
+            'CacheSpec("random", ..., policy_options={"seed": 0}), or a row of another cache its own times'
+        )
+    limits = {"sink": cache.sink, "window": cache.window, "prompt_end": n_prompt * cache.protect_prompt}
+    chunks = range(n_prompt, 0, -(prefill_chunk or n_prompt))[:0:-1]
+    moments = [*chunks, *range(n_prompt, n_tokens - 1, cache.interval)]
+    times = torch.full((n_layers, n_kv_heads, n_tokens), NEVER, dtype=torch.int32)
+    for layer, window in windows.items():
+        times[layer, :, :-1] = from_rule(n_tokens - 1, last=window)[0]  # the last token is no query
+    layers = [layer for layer in range(n_layers) if layer not in windows]
+    for layer, budget in zip(layers, cache.layer_budgets(len(layers)), strict=True):
+        held, start, first = torch.empty((1, n_kv_heads, 0), dtype=torch.long), 0, torch.zeros(1).long()
+        for moment in moments:
+            new, now = torch.arange(start, moment).expand(1, n_kv_heads, -1), torch.tensor([moment])
+            held, start = torch.cat([held, new], dim=-1), moment
+            if held.shape[-1] > budget + limits["prompt_end"]:
+                draws = seeded_draws(policy.seed, layer, held, now)
+                kept, is_kept = choose_survivors(draws, held, now, first, budget=budget, **limits)
+                times[layer].scatter_(-1, held[0], torch.where(is_kept[0], NEVER, moment).int())
+                held = held.gather(-1, kept)
     return times
 
 

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from lit_rlkv.eviction_logs import from_kept, from_rule, from_seed, from_slots
+from lit_rlkv.models.backbone import layer_kinds
+from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.types import NEVER
+from tests.models.test_sliding_windows import windowed as windowed_model
+from tests.models_zoo import tiny_model
 from tests.rollouts import roll_out, spec_of
 
 A, B = torch.tensor([[0, 2], [1, 3]]), torch.tensor([[0, 5], [4, 3]])
@@ -105,24 +109,60 @@ def test_a_rule_with_compactions_keeps_the_latest_keys_before_each():
     ]
 
 
-@pytest.mark.parametrize("lens", [(15, 11, 6), (30, 21, 2)])
-def test_rules_need_no_table(lens):
-    streaming, seeded = spec_of("streaming"), spec_of("random", policy_options={"seed": 7})
+SEEDED = {"policy_options": {"seed": 7}}
 
-    def rule_of(spec, n_prompt, n):
+
+def times_of_rows(rollout):
+    """Prompt length and times of each row, from its first token."""
+    starts = rollout.response_mask.int().argmax(dim=1)
+    for row, mask in enumerate(rollout.attention_mask):
+        first, times = int(mask.int().argmax()), rollout.evicted_at[row]
+        times = torch.where(times == NEVER, times, times - first)[..., first : first + int(mask.sum())]
+        yield int(starts[row]) - first, times
+
+
+def test_streaming_needs_no_table_because_its_rule_is_its_record():
+    spec = spec_of("streaming")
+    for n_prompt, times in times_of_rows(roll_out(cache=spec)):
+        n = times.shape[-1]
         moments = range(n_prompt, n - 1, spec.interval)
-        if spec == streaming:
-            return from_rule(n, last=spec.budget - spec.sink, sink=spec.sink, compactions=moments)[0]
-        kept = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
-        return from_seed(n, 7, n_layers=3, n_kv_heads=2, compactions=moments, **kept)
+        rule = from_rule(n, last=spec.budget - spec.sink, sink=spec.sink, compactions=moments)
+        assert torch.equal(times, rule[0].expand_as(times))
+        assert (times != NEVER).any()
 
-    for spec in (streaming, seeded):
-        rollout = roll_out(cache=spec, lens=lens)
-        starts = rollout.response_mask.int().argmax(dim=1)
-        for row, mask in enumerate(rollout.attention_mask):
-            first = int(mask.int().argmax())
-            times = rollout.evicted_at[row, :, :, first:]
-            times = torch.where(times == NEVER, times, times - first)
-            rule = rule_of(spec, int(starts[row]) - first, int(mask.sum()))
-            assert torch.equal(times, rule.expand_as(times))
-            assert (times != NEVER).any()
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"protect_prompt": True}, {}),
+        ("llama", {"budget_profile": "pyramid", "budget": 12}, {}),
+        ("llama", {"dtype": "int8"}, {"prefill_chunk": 4}),
+        ("llama", {}, {"max_new_tokens": 1}),
+        ("windowed", {}, {}),
+    ],
+)
+@pytest.mark.parametrize("lens", [(15, 11, 6), (30, 21, 2)])
+def test_a_seed_needs_no_table_because_seed_and_rule_are_the_record(family, changes, options, lens):
+    spec = spec_of("random", **SEEDED, **changes)
+    model = prepare_backbone(windowed_model("gemma3")) if family == "windowed" else tiny_model(family)
+    rollout, kinds = roll_out(model, spec, lens, **options), layer_kinds(model)
+    windows = {number: kind.window for number, kind in enumerate(kinds) if kind.window is not None}
+    for n_prompt, times in times_of_rows(rollout):
+        n_layers, n_kv_heads, n = times.shape
+        sizes = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "windows": windows}
+        chunk = options.get("prefill_chunk")
+        assert torch.equal(times, from_seed(n, n_prompt, spec, **sizes, prefill_chunk=chunk))
+    other = from_seed(n, n_prompt, spec_of("random", policy_options={"seed": 8}, **changes), **sizes)
+    assert not torch.equal(times, other) or options.get("max_new_tokens") == 1
+
+
+@pytest.mark.parametrize("keys", [{"last": 0}, {"last": 2.5}, {"last": 2, "sink": -1}])
+def test_a_rule_keeps_whole_numbers_of_keys(keys):
+    with pytest.raises(ValueError, match="must be a whole number of at least"):
+        from_rule(10, **keys)
+
+
+def test_only_a_seed_is_a_record():
+    with pytest.raises(ValueError, match=r"random with a seed, got random 8\+3"):
+        from_seed(30, 9, spec_of("random"), n_layers=1, n_kv_heads=1)
