@@ -131,21 +131,24 @@ def from_seed(
 ) -> Int[Tensor, "layer kv_head token"]:
     """Return the times of the policy `random` with `cache.policy_options.seed`.
 
+    Where a sliding window is shorter than the row, it alone evicts: put `NEVER` in such layers.
+
     Args:
         n_layers: layers with attention.
+        budget: keys of each layer; with `cache.protect_prompt` those of the prompt as well.
         compactions: positions of the first query after each compaction, `range(n_prompt, n_tokens - 1,
-            interval)` for a prompt that was read in one piece.
-        sink, window: first and latest keys, which stay.
+            interval)`; with `rollout.prefill_chunk` also `range(n_prompt, 0, -prefill_chunk)`.
+        sink, window: first and latest keys, which stay; with `cache.protect_prompt` the prompt is first.
     """
     position = torch.arange(n_tokens).expand(n_layers, n_kv_heads, -1)
     times = torch.full(position.shape, NEVER, dtype=torch.int32)
-    first, kept = torch.zeros(n_layers, dtype=torch.long), {"budget": budget, "sink": sink, "window": window}
+    layers, first = torch.arange(n_layers)[:, None, None], torch.zeros(n_layers, dtype=torch.long)
     for moment in sorted(compactions):
-        is_there, now = (position < moment) & (times == NEVER), torch.tensor([moment])
-        draws = [seeded_draws(seed, layer, position[:1], now) for layer in range(n_layers)]
-        held = position.where(is_there, -1)
-        _, is_kept = choose_survivors(torch.cat(draws), held, now.expand(n_layers), first, **kept)
-        times[is_there & ~is_kept] = moment
+        now = torch.full_like(first, moment)
+        held = position.where((position < moment) & (times == NEVER), -1)
+        draws = seeded_draws(seed, layers, position, now)
+        _, is_kept = choose_survivors(draws, held, now, first, budget=budget, sink=sink, window=window)
+        times[(held >= 0) & ~is_kept] = moment
     return times
 
 

@@ -1,10 +1,17 @@
 """Eviction times from kept positions, slots and rules, against lists of what is cached at each query."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from lit_rlkv.eviction_logs import from_kept, from_rule, from_seed, from_slots
+from lit_rlkv.models import prepare_backbone
+from lit_rlkv.models.backbone import layer_kinds, within_windows
 from lit_rlkv.types import NEVER
+from tests.models.test_hybrids import hybrid
+from tests.models.test_sliding_windows import windowed
+from tests.models_zoo import tiny_model
 from tests.rollouts import roll_out, spec_of
 
 A, B = torch.tensor([[0, 2], [1, 3]]), torch.tensor([[0, 5], [4, 3]])
@@ -106,23 +113,62 @@ def test_a_rule_with_compactions_keeps_the_latest_keys_before_each():
 
 
 @pytest.mark.parametrize("lens", [(15, 11, 6), (30, 21, 2)])
-def test_rules_need_no_table(lens):
-    streaming, seeded = spec_of("streaming"), spec_of("random", policy_options={"seed": 7})
+def test_streaming_needs_no_table_because_its_rule_is_its_record(lens):
+    spec = spec_of("streaming")
+    last = spec.budget - spec.sink
 
-    def rule_of(spec, n_prompt, n):
+    def rule_of(n_prompt, n):
         moments = range(n_prompt, n - 1, spec.interval)
-        if spec == streaming:
-            return from_rule(n, last=spec.budget - spec.sink, sink=spec.sink, compactions=moments)[0]
-        kept = {"budget": spec.budget, "sink": spec.sink, "window": spec.window}
-        return from_seed(n, 7, n_layers=3, n_kv_heads=2, compactions=moments, **kept)
+        return from_rule(n, last=last, sink=spec.sink, compactions=moments)
 
-    for spec in (streaming, seeded):
-        rollout = roll_out(cache=spec, lens=lens)
-        starts = rollout.response_mask.int().argmax(dim=1)
-        for row, mask in enumerate(rollout.attention_mask):
-            first = int(mask.int().argmax())
-            times = rollout.evicted_at[row, :, :, first:]
-            times = torch.where(times == NEVER, times, times - first)
-            rule = rule_of(spec, int(starts[row]) - first, int(mask.sum()))
-            assert torch.equal(times, rule.expand_as(times))
-            assert (times != NEVER).any()
+    check_rule(roll_out(cache=spec, lens=lens), rule_of)
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "changes"),
+    [
+        ("llama", None, {}),
+        ("llama", None, {"protect_prompt": True}),
+        ("llama", None, {"dtype": "int8"}),
+        ("llama", 4, {}),
+        ("llama", 8, {"protect_prompt": True}),
+        ("gemma3", None, {}),
+        ("qwen3_5", None, {}),
+        ("windows", None, {}),
+    ],
+)
+def test_random_needs_no_table_because_its_seed_is_its_record(family, chunk, changes):
+    spec = spec_of("random", policy_options={"seed": 7}, **changes)
+    made = {"qwen3_5": partial(hybrid, "qwen3_5"), "windows": partial(windowed, "gemma3")}
+    model = prepare_backbone(made[family]()) if family in made else tiny_model(family)
+    rollout = roll_out(model, spec, (30, 21, 2), prefill_chunk=chunk)
+    has_window = torch.tensor([kind.window == 5 for kind in layer_kinds(model) if kind.attends])
+    n_layers, n_kv_heads = rollout.evicted_at.shape[1:3]
+
+    def rule_of(n_prompt, n):
+        n_protected = n_prompt if spec.protect_prompt else 0
+        times = from_seed(
+            n,
+            7,
+            n_layers=n_layers,
+            n_kv_heads=n_kv_heads,
+            budget=spec.budget + n_protected,
+            compactions={*range(n_prompt, n - 1, spec.interval), *range(n_prompt, 0, -(chunk or n_prompt))},
+            sink=max(spec.sink, n_protected),
+            window=spec.window,
+        )
+        times = within_windows(model, times.masked_fill(has_window[:, None, None], NEVER)[None])[0]
+        return times.masked_fill(times >= n - 1, NEVER)  # no query is fed after the last token but one
+
+    check_rule(rollout, rule_of)
+
+
+def check_rule(rollout, rule_of):
+    """Check the times of each row, without its padding, by a function of its tokens in prompt and in all."""
+    starts = rollout.response_mask.int().argmax(dim=1)
+    for row, mask in enumerate(rollout.attention_mask):
+        first, n = int(mask.int().argmax()), int(mask.sum())
+        times = rollout.evicted_at[row, :, :, first:]
+        times = torch.where(times == NEVER, times, times - first)
+        assert torch.equal(times, rule_of(int(starts[row]) - first, n).expand_as(times))
+        assert (times != NEVER).any()

@@ -10,7 +10,10 @@ FACTOR = 0x45D9F3B
 
 
 def seeded_draws(
-    seed: int, layer: int, positions: Int[Tensor, "batch kv_head key"], now: Int[Tensor, " batch"]
+    seed: int,
+    layer: int | Int[Tensor, "batch 1 1"],
+    positions: Int[Tensor, "batch kv_head key"],
+    now: Int[Tensor, " batch"],
 ) -> Float[Tensor, "batch kv_head key"]:
     """Return numbers of 24 bits from [0, 1) by seed, layer, KV head, key and moment.
 
@@ -21,8 +24,8 @@ def seeded_draws(
         now: position of the first query that does not see what is evicted.
     """
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
-    bits = torch.full_like(positions, seed)
-    for part in (layer, heads, now[:, None, None], positions):
+    bits = torch.zeros((), dtype=torch.long, device=positions.device)
+    for part in (seed, layer, heads, now[:, None, None], positions):
         bits = _mixed(bits ^ part)
     return (bits >> (BITS - 24)).float() / 2**24
 
