@@ -3,8 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -160,21 +159,14 @@ def _parse(arguments: Sequence[str]) -> EvaluateConfig:
     return parse(EvaluateConfig, compose_arguments("evaluate", arguments)[0])
 
 
-@contextmanager
-def _named_as_given() -> Iterator[None]:
-    """Name the settings in an error as this program does, not as fit."""
-    try:
-        yield
-    except ConfigError as error:
-        names = "|".join(OF_EVALUATION)
-        raise ConfigError(re.sub(rf"\bevaluation\.(?=(?:{names})\b)", "", str(error))) from error
-
-
 def _evaluate_and_show(asked: EvaluateConfig) -> None:
     from lit_rlkv.reporting.tables import score_table
 
-    with _named_as_given():
+    try:
         found = evaluate(asked)
+    except ConfigError as error:  # with the names of this program, not of fit
+        names = "|".join(OF_EVALUATION)
+        raise ConfigError(re.sub(rf"\bevaluation\.({names})\b", r"\1", str(error))) from error
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH

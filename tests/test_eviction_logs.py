@@ -1,5 +1,7 @@
 """Eviction times from kept positions, slots and rules, against lists of what is cached at each query."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from lit_rlkv.eviction_logs import from_kept, from_rule, from_seed, from_slots
 from lit_rlkv.models.backbone import layer_kinds
 from lit_rlkv.models.preparation import prepare_backbone
 from lit_rlkv.types import NEVER
-from tests.models.test_sliding_windows import windowed as windowed_model
+from tests.models.test_hybrids import hybrid
+from tests.models.test_sliding_windows import windowed
 from tests.models_zoo import tiny_model
 from tests.rollouts import roll_out, spec_of
 
@@ -140,13 +143,16 @@ def test_streaming_needs_no_table_because_its_rule_is_its_record():
         ("llama", {"dtype": "int8"}, {"prefill_chunk": 4}),
         ("llama", {}, {"max_new_tokens": 1}),
         ("windowed", {}, {}),
+        ("hybrid", {}, {}),
     ],
 )
 @pytest.mark.parametrize("lens", [(15, 11, 6), (30, 21, 2)])
 def test_a_seed_needs_no_table_because_seed_and_rule_are_the_record(family, changes, options, lens):
     spec = spec_of("random", **SEEDED, **changes)
-    model = prepare_backbone(windowed_model("gemma3")) if family == "windowed" else tiny_model(family)
-    rollout, kinds = roll_out(model, spec, lens, **options), layer_kinds(model)
+    made = {"windowed": partial(windowed, "gemma3"), "hybrid": partial(hybrid, "qwen3_5")}
+    model = prepare_backbone(made[family]()) if family in made else tiny_model(family)
+    rollout = roll_out(model, spec, lens, **options)
+    kinds = [kind for kind in layer_kinds(model) if kind.attends]
     windows = {number: kind.window for number, kind in enumerate(kinds) if kind.window is not None}
     for n_prompt, times in times_of_rows(rollout):
         n_layers, n_kv_heads, n = times.shape

@@ -30,7 +30,6 @@ TIMES, KEPT = "evicted_at", "kept"
 """Evictions: times [layer, kv_head, token], or compactions {"at": position, "kept": positions}."""
 Rows = tuple[list[LogRow], list[str], list[str]]
 """Rows, the place of each, and what is wrong with others."""
-ADVICE = "; log it, or leave the row out"
 N_SAID = 3
 """Faults that an error names."""
 
@@ -123,8 +122,9 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     ):
         if not part:
             empty = [f"{key} is {show(sample[key])}" for key in known if key in sample]
-            given = f"give it as {' or '.join(known)}; it has {', '.join(sample)}"
-            raise ValueError(f"no {name}: {', '.join(empty) + ADVICE if empty else given}")
+            given = f"{', '.join(empty)}; log it, or leave the row out"
+            absent = f"give it as {' or '.join(known)}; it has {', '.join(sample)}"
+            raise ValueError(f"no {name}: {given if empty else absent}")
     mask = sample.get("prompt_mask") or (sample.get("attention_mask") or ())[: len(prompt)]
     if any(mask):  # that of verifiers is 0 on every token of a prompt
         prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]

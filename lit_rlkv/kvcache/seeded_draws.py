@@ -21,8 +21,8 @@ def seeded_draws(
         now: position of the first query that does not see what is evicted.
     """
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
-    bits = torch.full_like(positions, seed)
-    for part in (layer, heads, now[:, None, None], positions):
+    bits = torch.zeros((), dtype=torch.long, device=positions.device)
+    for part in (seed, layer, heads, now[:, None, None], positions):
         bits = _mixed(bits ^ part)
     return (bits >> (BITS - 24)).float() / 2**24
 

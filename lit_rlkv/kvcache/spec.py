@@ -201,7 +201,7 @@ class CacheSpec(CacheSettings):
         try:
             return make(**self.policy_options)
         except TypeError as error:
-            takes = ", ".join(signature(make).parameters)
+            takes = ", ".join(signature(make).parameters) or "no options"
             raise ValueError(f"cache.policy={self.policy}: {error}; it takes {takes}") from error
 
 

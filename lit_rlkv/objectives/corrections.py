@@ -6,7 +6,7 @@ view. It returns the weight of each token and a mask of the tokens that denomina
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -120,9 +120,7 @@ def sparse_rl(
 
 
 CorrectionName = Literal["tis", "mis", "sparse_rl"]
-CORRECTIONS: dict[CorrectionName, WeightFn] = dict(
-    zip(get_args(CorrectionName), (truncated, masked, sparse_rl), strict=True)
-)
+CORRECTIONS: dict[CorrectionName, WeightFn] = {"tis": truncated, "mis": masked, "sparse_rl": sparse_rl}
 """Weight functions by name, with default options."""
 
 

@@ -56,7 +56,7 @@ class Grader(ABC):
 
 
 class Immediate(Grader):
-    """Calls a function of a few microseconds, which cannot hang, in this process."""
+    """Calls a function that is fast, or ends in time by itself, in this process."""
 
     def __init__(self, score: Callable[[Question], float]) -> None:
         self._score = score

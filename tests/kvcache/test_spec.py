@@ -52,6 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for policy in ("dense", "knorm")
     ),
+    ({"policy": POLICIES["knorm"], "policy_options": {"pool": 3}}, "; it takes no options"),
     *(
         ({"policy": "learned", "policy_options": {name: value}}, name)
         for name, value in {"hidden": 0, "samples": "yes", "depth": 2}.items()
