@@ -335,7 +335,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.source.load_state_dict(state_dict["source"])
         self.kl.load_state_dict(state_dict["kl"])
         self.reward.load_state_dict(state_dict["reward"])
-        self.budget.load_state_dict(state_dict["budget"])
+        if "budget" in state_dict:  # not in checkpoints of earlier versions
+            self.budget.load_state_dict(state_dict["budget"])
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

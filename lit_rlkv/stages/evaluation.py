@@ -10,6 +10,7 @@ from random import Random
 from transformers import PreTrainedModel
 
 from lit_rlkv.config import ConfigError, as_config_errors
+from lit_rlkv.config.schema import EvaluationConfig
 from lit_rlkv.data.demonstrations import preference_pair
 from lit_rlkv.data.prompts import PromptSource
 from lit_rlkv.evaluation.evaluator import CacheScore, Evaluator, caches_to_evaluate
@@ -46,7 +47,9 @@ def evaluate_before_training(run: Run, module: PolicyModule, start: str | Path) 
     settings = asdict(run.cfg.evaluation) | {"budgets": list(run.cfg.evaluation.budgets)}
     settings["accuracy"] = run.cfg.accuracy
     settings.pop("batch_size")  # fits the memory of a machine, so it may differ on resume
-    if results.before and results.settings == settings:
+    # A setting that the results do not name is newer than they are, and had its default.
+    defaults = {name: value for name, value in asdict(EvaluationConfig()).items() if name in settings}
+    if results.before and (results.settings == {} or defaults | results.settings == settings):
         return
     say(run.console, "before training", stage="eval")
     with run.timed("eval"):

@@ -44,7 +44,7 @@ def test_an_interrupted_evaluation_ends_after_the_current_cache(tmp_path):
     assert rollout is not None
 
 
-def test_the_start_is_scored_again_only_if_a_setting_has_changed(tmp_path, monkeypatch):
+def test_results_from_before_a_setting_existed_are_those_of_its_default(tmp_path, monkeypatch):
     run = Run(config(tmp_path, "stages=[sft,rl,eval]"))
     rows: list[str] = []
     monkeypatch.setattr(run, "save_results", lambda: None)
@@ -53,6 +53,7 @@ def test_the_start_is_scored_again_only_if_a_setting_has_changed(tmp_path, monke
     module = SimpleNamespace(roles=None)
     evaluate_before_training(run, module, "none")
     assert rows == ["again"]
+    del run.results.settings["perplexity"]
     evaluate_before_training(run, module, "none")
     assert rows == ["again"]
     run.results.settings["n_prompts"] += 1
