@@ -2,7 +2,8 @@
 
     python benchmarks/ranking.py --record [--chunks 0 1] [--slots 48 96] [--minutes 60]
     python benchmarks/ranking.py --fast                     a look at the output in a minute
-    python benchmarks/ranking.py --report                   tables and figure of docs/results/ranking.md
+    python benchmarks/ranking.py [MODEL] --report           tables and figure of docs/results/ranking.md
+    python benchmarks/ranking.py --speed 3 --record         tokens per second, in three rounds
 
 `python scripts/fetch_model.py` fetches the model. A chunk is one batch of prompts. `--record` keeps a row for
 each finished cell; started again, it goes on, and with more chunks it adds prompts.
@@ -22,7 +23,7 @@ import pretrained
 import record
 import torch
 from pretrained_parts.rollouts import Models
-from ranking_parts import plot, tables
+from ranking_parts import plot, speed, tables
 from ranking_parts.measure import Measurer
 from ranking_parts.results import Results
 from ranking_parts.setting import FAST, FULL, NAME, Sizes, cells
@@ -72,11 +73,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of this process; default: those that torch takes")
     parser.add_argument("--fast", action="store_true", help="few small cells")
     parser.add_argument("--report", action="store_true", help="print tables, draw the figure, run nothing")
+    parser.add_argument("--speed", type=int, metavar="ROUNDS", help="time rollouts, by policy and dtype")
     args = parser.parse_args()
     if args.report:
-        results = Results.of(record.rows(NAME))
+        results = Results.of(record.rows(NAME), args.model.stem)
         print(tables.report(results))
-        plot.draw(results, FIGURE)
+        is_first = args.model == pretrained.MODEL
+        plot.draw(results, FIGURE if is_first else FIGURE.with_stem(f"ranking_{args.model.stem}"))
+        print(speed.table(record.rows(speed.NAME)) if is_first else "")
         return
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -86,6 +90,14 @@ def main() -> None:
         "with_record": tuple(args.with_record),
     }
     sizes = FAST if args.fast else replace(FULL, **chosen)
+    if args.speed:
+        models, found = Models(pretrained.model_folder(args.model)), []
+        sizes = replace(sizes, tokens=FAST.tokens)
+        for row in speed.measure(models.float32, models.tokenizer, sizes, args.speed):
+            record.append(speed.NAME, row)
+            found.append(row)
+        print(speed.table(found))
+        return
     rows = run(pretrained.model_folder(args.model), args.model.stem, sizes, args.chunks, args.minutes)
     if args.fast:
         print(tables.report(Results.of(rows)))

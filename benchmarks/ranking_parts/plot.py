@@ -61,6 +61,8 @@ def _panel(axes: Axes, results: Results, dtype: str | None, read: Callable[[Grou
     style_axes(axes)
     for policy in UNTRAINED:
         groups = [each for slots in results.sizes if (each := results.groups(dtype, slots).get(policy))]
+        if not groups:
+            continue
         color, marker = STYLES[policy]
         x = [group.n_bytes(*PARTS) / MIB for group in groups]
         axes.plot(

@@ -14,7 +14,7 @@ from ranking_parts.texts import TEXT
 
 from lit_rlkv.evaluation.intervals import mean_interval, t_quantile
 from lit_rlkv.evaluation.results import IntervalEstimate
-from lit_rlkv.kvcache.policies import DENSE, UNTRAINED
+from lit_rlkv.kvcache.policies import DENSE
 
 Row = Mapping[str, Any]
 PARTS = ("slots", "record", "beside")
@@ -94,8 +94,9 @@ class Results:
         return dict(sorted(groups.items(), key=lambda each: each[1].kl.value))
 
     def is_whole(self, dtype: str | None, slots: int) -> bool:
-        """True if every policy was measured here."""
-        return set(self.groups(dtype, slots)) == set(UNTRAINED)
+        """True if every policy of this model was measured here."""
+        policies = {row["cell"]["policy"] for row in self.rows} - {DENSE}
+        return set(self.groups(dtype, slots)) == policies
 
     def dense(self, dtype: str | None) -> Group | None:
         """Return the rows of the cache that evicts nothing; None if there are none."""

@@ -25,7 +25,7 @@ SLOTS, ALL = "slots", "slots and record"
 class Sizes:
     """Everything that decides how long a run takes."""
 
-    slots: tuple[int, ...] = (48, 96)
+    slots: tuple[int, ...] = (32, 48, 64, 96)
     """Sizes of a head, as slots in 16 bit."""
     policies: tuple[str, ...] = UNTRAINED
     with_record: tuple[str, ...] = ()
