@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 import torch
-from ranking_parts.setting import DENSE, DTYPES, INTERVAL, SINK, WINDOW, Cell, Sizes, cache_of
+from ranking_parts.setting import DENSE, DTYPES, Cell, Sizes, cache_of
 from ranking_parts.tables import NAMES
 from ranking_parts.texts import Writer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
