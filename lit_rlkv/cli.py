@@ -2,9 +2,11 @@
 
 import errno
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from os.path import abspath, isdir
 from typing import TypeVar
 
 import hydra
@@ -12,7 +14,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lit_rlkv.checks import OneLineError
 from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust
-from lit_rlkv.config.composing import SEVERAL
+from lit_rlkv.config.composing import SEARCH_PATH, SEVERAL, quoted
 from lit_rlkv.interrupts import abort_on_ctrl_c, is_first_process, unwind_on_ctrl_c
 from lit_rlkv.units import shortened
 
@@ -75,19 +77,39 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(lambda _: None)()
         sys.exit()
     example = "seed=3" if name == "config" else "ckpt=runs/NAME"
-    for argument in arguments:
+    config_dir, overrides = split_config_dir(arguments)
+    for argument in overrides:
         if argument in ("-m", "--multirun"):
             raise ConfigError(f"{argument}: {SEVERAL}")
         if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
             raise ConfigError(
                 f"{argument!r} sets nothing; write key=value, such as {example}; --help shows more"
             )
-    cfg = composed(name, arguments)
+    if config_dir is not None:
+        overrides.append(f"{SEARCH_PATH}=[{quoted(f'file://{abspath(config_dir)}')}]")
+    cfg = composed(name, overrides)
     hydra_cfg = cfg.hydra
     with read_write(cfg), open_dict(cfg):
         del cfg["hydra"]
     grant_trust(cfg, hydra_cfg.overrides.task)
     return cfg, hydra_cfg
+
+
+def split_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the folder of Hydra's option --config-dir, and the other arguments.
+
+    Raises:
+        ConfigError: it is not a folder.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", nargs="?", const="")
+    found, others = parser.parse_known_args(arguments)
+    if found.config_dir is not None and not isdir(found.config_dir):
+        raise ConfigError(
+            f"--config-dir={found.config_dir} is not a folder; give one that has GROUP/NAME.yaml, such as "
+            "recipe/mine.yaml"
+        )
+    return found.config_dir, others
 
 
 @contextmanager

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lit_rlkv.cli import compose_arguments, run_command
+from lit_rlkv.cli import compose_arguments, run_command, split_config_dir
 from lit_rlkv.config import Config, as_config_errors, check_keys, check_targets, parse_config, require
-from lit_rlkv.config.run_labels import Choices
+from lit_rlkv.config.composing import CONF_DIR
 
 USAGE = """python -m lit_rlkv.plan [settings of fit] [gpu=24GB|H100|...] [prompt=512] [to=FILE.yaml] [--json]
     gpu     a card or its memory; without it the device of this machine
     prompt  tokens of a prompt
-    to      write the settings as a recipe
+    to      write the settings as a recipe; as DIR/recipe/NAME.yaml it is --config-dir DIR recipe=NAME
     --json  print values for programs"""
 PROMPT = 512
 
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> PlanArguments:
         f"to={to} must be a new file NAME.yaml in a folder that exists, such as to=conf/recipe/mine.yaml",
     )
     cfg, hydra_cfg = compose_arguments("config", overrides)
-    check_keys(cfg, Choices(dict(hydra_cfg.runtime.choices), tuple(overrides)).options, overrides)
+    check_keys(cfg, dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task))
     config = parse_config(cfg)
     return PlanArguments(
         config,
@@ -106,7 +106,8 @@ def plan(asked: PlanArguments) -> None:
         rows = [planner.row(cache) for cache in planner.caches()]
         chosen = next(row for row in rows if row.cache == planner.cache)
         changes = planner.changes(chosen)
-    settings = [*asked.overrides, *planner.settings(chosen)]
+    given = (*asked.overrides, *planner.settings(chosen))
+    settings = list({one.lstrip("+").partition("=")[0]: one for one in given}.values())
     command = f"python -m lit_rlkv.fit {shlex.join(settings)}"
     if cfg.model.path is not None and not any(one.startswith("task") for one in settings):
         command += "  # and your task, such as task=gsm8k reward=numeric"
@@ -117,12 +118,19 @@ def plan(asked: PlanArguments) -> None:
             screen(planner, rows, chosen, changes, command), markup=False, highlight=False
         )
     if not chosen.fits:
-        sys.exit(1)
+        sys.exit(1 if asked.to is None else f"{asked.to} is not written: the config does not fit")
     if asked.to is not None:
-        asked.to.write_text(recipe(settings, command), encoding="utf-8")
-        sys.stderr.write(
-            f"wrote {asked.to}; in conf/recipe, or beside --config-dir, it is recipe={asked.to.stem}\n"
-        )
+        asked.to.write_text(recipe(split_config_dir(settings)[1], command), encoding="utf-8")
+        sys.stderr.write(f"wrote {asked.to}; {_use_of(asked.to)}\n")
+
+
+def _use_of(file: Path) -> str:
+    """Return how fit takes a recipe, by where it lies."""
+    folder, options = file.absolute().parent, ["--config-dir", "DIR"]
+    if folder.name == "recipe":
+        options = [] if folder.parent == CONF_DIR else ["--config-dir", str(folder.parent)]
+    command = f"python -m lit_rlkv.fit {shlex.join([*options, f'recipe={file.stem}'])}"
+    return f"it is {command}" if folder.name == "recipe" else f"move it to a folder DIR/recipe for {command}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """python -m lit_rlkv.plan: sizes of public models, what a budget buys, and refusals before any work."""
 
 import json
+import shlex
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 from transformers import BertConfig, Gemma3Config, Qwen3Config
 
 from lit_rlkv import plan
-from lit_rlkv.config import ConfigError
+from lit_rlkv.cli import compose_arguments
+from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.planning.cards import CARDS, GIB, find_card
 from tests import models_zoo
 
@@ -156,13 +158,57 @@ def test_a_tower_for_images_takes_memory_and_no_time_or_moments(capsys, tmp_path
     assert ours["update_bytes"]["weights"] > 2 * other["update_bytes"]["weights"]
 
 
-def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, monkeypatch):
+@pytest.fixture
+def small(tmp_path):
+    """A folder with the config of a model that fits everywhere."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    Qwen3Config(**sizes, **heads).save_pretrained(tmp_path / "small")
+    return f"model.path={tmp_path / 'small'}"
+
+
+def test_a_recipe_of_a_plan_composes_to_the_same_config_by_the_command_that_it_prints(
+    capsys, small, tmp_path, monkeypatch
+):
+    """A recipe on another one of the user's own; then the one in the place of the shipped ones."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my conf" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "first.yaml").write_text("# @package _global_\nseed: 9")
+    own = ["--config-dir", "my conf", "recipe=first", small, "task=sorting", "rollout.max_rows=8"]
+    plan.plan(plan.parse([*own, "gpu=24GB", f"to={folder / 'mine.yaml'}"]))
+    said = capsys.readouterr()
+    printed = [one.split(".fit ")[1] for one in (said.out.splitlines()[-1], said.err.splitlines()[-1])]
+    assert shlex.split(printed[1]) == ["--config-dir", str(tmp_path / "my conf"), "recipe=mine"]
+    first, second, third = (
+        compose_arguments("config", each)[0] for each in (own, *map(shlex.split, printed))
+    )
+    assert first == second == third
+    assert (third.seed, third.rollout.max_rows) == (9, 8)
+
+
+def test_a_recipe_elsewhere_says_where_it_is_found(capsys, small, tmp_path):
+    plan.plan(plan.parse([small, "gpu=24GB", f"to={tmp_path / 'mine.yaml'}"]))
+    said = capsys.readouterr().err
+    assert "move it to a folder DIR/recipe" in said
+    assert "fit --config-dir DIR recipe=mine" in said
+    assert plan._use_of(CONF_DIR / "recipe" / "x.yaml").endswith("lit_rlkv.fit recipe=x")
+
+
+def test_a_config_that_does_not_fit_leaves_no_recipe_and_says_so(qwen, tmp_path):
     file = tmp_path / "mine.yaml"
-    plan.plan(plan.parse([*LONG, f"model.path={qwen}", "task=sorting", "gpu=24GB", f"to={file}"]))
-    assert "python -m lit_rlkv.fit" in capsys.readouterr().out
-    said = file.read_text()
-    assert "- override /task: sorting" in said
-    assert "max_rows: 64" in said or "max_rows: " in said
+    with pytest.raises(SystemExit, match=r"mine\.yaml is not written: the config does not fit"):
+        plan.plan(plan.parse([*LONG, f"model.path={qwen}", "gpu=10GB", f"to={file}"]))
+    assert not file.exists()
+
+
+def test_a_command_has_each_setting_once(capsys, qwen):
+    plan.plan(
+        plan.parse([*LONG, f"model.path={qwen}", "gpu=24GB", "rollout.max_rows=216", "cache.budget=272"])
+    )
+    words = capsys.readouterr().out.split()
+    (n_rows,) = [word for word in words if word.startswith("rollout.max_rows=")]
+    assert n_rows != "rollout.max_rows=216"
 
 
 @pytest.mark.parametrize(
