@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict, read_write
 from lit_rlkv.checks import OneLineError
 from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust
 from lit_rlkv.config.composing import SEARCH_PATH, SEVERAL, quoted
+from lit_rlkv.config.keys import NAMED, OPTIONS
 from lit_rlkv.interrupts import abort_on_ctrl_c, is_first_process, unwind_on_ctrl_c
 from lit_rlkv.units import shortened
 
@@ -74,6 +75,8 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
         ConfigError: the arguments do not compose, or trust a module that cannot be trusted.
     """
     if {argument.partition("=")[0] for argument in arguments} & PRINTING_OPTIONS:
+        free = tuple(place.rstrip(".") for place in (OPTIONS, *NAMED))
+        sys.argv[1:] = [f"++{one}" if one.startswith(free) else one for one in arguments]
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(lambda _: None)()
         sys.exit()
     example = "seed=3" if name == "config" else "ckpt=runs/NAME"

@@ -81,6 +81,14 @@ def test_the_config_is_shown_by_hydra(capsys, monkeypatch):
     assert "\nseed: 3\n" in "\n" + printed(capsys, monkeypatch, "config", "seed=3", "--cfg", "job")
 
 
+def test_the_config_is_shown_with_keys_that_the_user_names_as_it_is_run_with_them(capsys, monkeypatch):
+    for options in ("cache.policy_options.seed=7", "cache.policy_options={seed: 7}"):
+        given = [options, "reward.functions.mine._target_=a.B", "--cfg", "job"]
+        said = printed(capsys, monkeypatch, "config", *given)
+        assert "  policy_options:\n    seed: 7\n" in said
+    assert "    mine:\n      _target_: a.B\n" in said
+
+
 def test_options_of_the_users_own_are_found_below_config_dir(tmp_path):
     """As a recipe and as a task, whose keys are then known, in a folder whose name needs quotes."""
     folder = tmp_path / "it's mine"
