@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from lit_rlkv.cli import compose_arguments, run_command, split_config_dir
@@ -49,6 +50,9 @@ def parse(arguments: Sequence[str]) -> PlanArguments:
     given = {name: value for name, _, value in (one.partition("=") for one in arguments) if name in own}
     overrides = [one for one in arguments if one != "--json" and one.partition("=")[0] not in own]
     own |= given
+    for key in (one.partition("=")[0] for one in overrides):
+        meant = get_close_matches(key, own, 1, 0.8)
+        require(not meant, f"unknown key {key!r}: did you mean {''.join(meant)!r}?")
     is_number = own["prompt"].isdecimal() and len(own["prompt"]) < 9
     require(
         is_number and int(own["prompt"]) > 0,
@@ -104,6 +108,7 @@ def plan(asked: PlanArguments) -> None:
         advice = f"lower rollout.max_new_tokens={cfg.rollout.max_new_tokens} or prompt={asked.n_prompt}"
         check_length(planner.policy, planner.n_columns, advice)
         rows = [planner.row(cache) for cache in planner.caches()]
+        planner.check_host()
         chosen = next(row for row in rows if row.cache == planner.cache)
         changes = planner.changes(chosen)
     given = (*asked.overrides, *planner.settings(chosen))

@@ -105,7 +105,10 @@ def suggestion(key: str, known: Collection[str], value: object = None) -> str:
         by_name.setdefault(one.rpartition(".")[2], []).append(one)
     group, _, name = key.rpartition(".")
     own = [one.rpartition(".")[2] for ones in by_name.values() for one in ones if _group(one) == group]
-    alike = get_close_matches(name, own, 1, ALIKE) or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
+    alike = get_close_matches(name, own, 1, ALIKE)
+    if not alike and (group == "cache" or get_close_matches(group, [OPTIONS[:-1]], 1, ALIKE_ELSEWHERE)):
+        return f"did you mean '{OPTIONS}{name}', if the policy takes it?"
+    alike = alike or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
     closest = [get_close_matches(key, by_name[one], 1, 0.0)[0] for one in alike]
     return f"did you mean {closest[0]!r}?" if closest else ALL_KEYS
 

@@ -221,6 +221,11 @@ def test_a_command_has_each_setting_once(capsys, qwen):
         ("prompt=-3", "prompt must be the tokens of a prompt, got -3"),
         ("prompt=x", "prompt must be"),
         ("to=nowhere/mine.yaml", "must be a new file NAME.yaml in a folder that exists"),
+        ("gpus=24GB", "unknown key 'gpus': did you mean 'gpu'?"),
+        (
+            "rollout.n_prompts=1000000000",
+            "of host memory, and no machine is taken to have more than 32.0 TiB",
+        ),
         ("cache.budgett=3", "did you mean 'cache.budget'"),
         ("cache.budget=0", "cache.budget must be"),
         ("model.path=./nothing", "is not a checkpoint folder"),
@@ -233,6 +238,12 @@ def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
     with pytest.raises(ConfigError) as error:
         plan.plan(plan.parse([*LONG, f"model.path={qwen}", "gpu=24GB", argument]))
     assert says in str(error.value)
+
+
+def test_heads_that_no_number_of_kv_heads_shares_are_refused(tmp_path):
+    Qwen3Config(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=7).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model: 32 attention heads are no multiple of 7 KV heads"):
+        plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
 
 
 def test_a_config_of_an_unknown_type_is_refused(tmp_path):
