@@ -99,20 +99,13 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
 
 
 def split_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the folder of Hydra's option --config-dir, and the other arguments.
-
-    Raises:
-        ConfigError: it is not a folder.
-    """
+    """Return the folder of Hydra's option --config-dir, which must be one, and the other arguments."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", nargs="?", const="")
+    parser.add_argument("--config-dir", "-cd", nargs="?", const="", dest="folder")
     found, others = parser.parse_known_args(arguments)
-    if found.config_dir is not None and not isdir(found.config_dir):
-        raise ConfigError(
-            f"--config-dir={found.config_dir} is not a folder; give one that has GROUP/NAME.yaml, such as "
-            "recipe/mine.yaml"
-        )
-    return found.config_dir, others
+    if found.folder is not None and not isdir(found.folder):
+        raise ConfigError(f"--config-dir={found.folder} is no folder; give one that has GROUP/NAME.yaml")
+    return found.folder, others
 
 
 @contextmanager

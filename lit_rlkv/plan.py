@@ -11,6 +11,7 @@ from pathlib import Path
 from lit_rlkv.cli import compose_arguments, run_command, split_config_dir
 from lit_rlkv.config import Config, as_config_errors, check_keys, check_targets, parse_config, require
 from lit_rlkv.config.composing import CONF_DIR
+from lit_rlkv.units import human_bytes
 
 USAGE = """python -m lit_rlkv.plan [settings of fit] [gpu=24GB|H100|...] [prompt=512] [to=FILE.yaml] [--json]
     gpu     a card or its memory; without it the device of this machine
@@ -18,6 +19,8 @@ USAGE = """python -m lit_rlkv.plan [settings of fit] [gpu=24GB|H100|...] [prompt
     to      write the settings as a recipe; as DIR/recipe/NAME.yaml it is --config-dir DIR recipe=NAME
     --json  print values for programs"""
 PROMPT = 512
+MOST_HOST_BYTES = 2**46
+"""Assumed of any machine: a plan for a card does not know the one that it is in."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,8 @@ def parse(arguments: Sequence[str]) -> PlanArguments:
     )
     cfg, hydra_cfg = compose_arguments("config", overrides)
     check_keys(cfg, dict(hydra_cfg.runtime.choices), list(hydra_cfg.overrides.task))
-    config = parse_config(cfg)
     return PlanArguments(
-        config,
-        tuple(overrides),
-        own["gpu"] or None,
-        int(own["prompt"]),
-        to,
-        "--json" in arguments,
+        parse_config(cfg), tuple(overrides), own["gpu"] or None, int(own["prompt"]), to, "--json" in arguments
     )
 
 
@@ -104,11 +101,15 @@ def plan(asked: PlanArguments) -> None:
     planner = Planner(
         cfg, roles, pass_bytes_of(cfg, roles, card), card, asked.n_prompt, n_own * cfg.fabric.num_nodes
     )
+    require(
+        planner.host_bytes <= MOST_HOST_BYTES,
+        f"rollout.n_prompts={cfg.rollout.n_prompts}: records of all responses take "
+        f"{human_bytes(planner.host_bytes)} of host memory, more than any machine has; lower it",
+    )
     with as_config_errors("plan"):
         advice = f"lower rollout.max_new_tokens={cfg.rollout.max_new_tokens} or prompt={asked.n_prompt}"
         check_length(planner.policy, planner.n_columns, advice)
         rows = [planner.row(cache) for cache in planner.caches()]
-        planner.check_host()
         chosen = next(row for row in rows if row.cache == planner.cache)
         changes = planner.changes(chosen)
     given = (*asked.overrides, *planner.settings(chosen))
@@ -131,11 +132,11 @@ def plan(asked: PlanArguments) -> None:
 
 def _use_of(file: Path) -> str:
     """Return how fit takes a recipe, by where it lies."""
-    folder, options = file.absolute().parent, ["--config-dir", "DIR"]
-    if folder.name == "recipe":
-        options = [] if folder.parent == CONF_DIR else ["--config-dir", str(folder.parent)]
+    folder = file.absolute().parent
+    place = str(folder.parent) if folder.name == "recipe" else "DIR"
+    options = [] if place == str(CONF_DIR) else ["--config-dir", place]
     command = f"python -m lit_rlkv.fit {shlex.join([*options, f'recipe={file.stem}'])}"
-    return f"it is {command}" if folder.name == "recipe" else f"move it to a folder DIR/recipe for {command}"
+    return f"{'move it to a folder DIR/recipe for' if place == 'DIR' else 'it is'} {command}"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ INSTEAD_OF_OPTIONS = {
 }
 """How to write what is given in place of an option, by the group."""
 SEARCH_PATH = "hydra.searchpath"
-"""Override of Hydra that names more folders with options."""
 SEVERAL = "several runs are a sweep; write a file such as sweeps/arms.yaml, and python -m lit_rlkv.sweep FILE"
 
 

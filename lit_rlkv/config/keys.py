@@ -58,8 +58,7 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
         )
     chosen = {name: "none" if name in PRESETS else choice for name, choice in choices.items()}
     folders = [override for override in overrides if override.startswith(SEARCH_PATH)][-1:]
-    options = [f"{name}={option}" for name, option in chosen.items() if "/" not in name]
-    known = _declared((*folders, *options))
+    known = _declared((*folders, *(f"{name}={option}" for name, option in chosen.items() if "/" not in name)))
     added = [override.lstrip("+").partition("=")[0] for override in overrides if override[0] == "+"]
     for path, value in leaves(OmegaConf.to_container(cfg)):
         is_added = any(f"{path}.".startswith(f"{key}.") for key in added)

@@ -18,12 +18,9 @@ from lit_rlkv.planning.needs import GROWTH, PREFILL, STEP, rollout_needs
 from lit_rlkv.planning.passes import Bytes, Passes
 from lit_rlkv.planning.seconds import Work, mean_keys, rollout_seconds, update_seconds
 from lit_rlkv.types import times_dtype
-from lit_rlkv.units import human_bytes
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Settings of different families for the number of experts."""
-MOST_HOST_BYTES = 2**45
-"""Assumed: a plan for a card does not know the machine that it is in."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +149,6 @@ class Planner(Passes):
         """Bytes of the records of all responses of a rank, which wait in host memory."""
         time_bytes = times_dtype(self.n_columns).itemsize
         return (self.n_responses + self.n_greedy) * self.n_columns * self.recorded_bytes(time_bytes)
-
-    def check_host(self) -> None:
-        """Raise a ValueError if the records are more than the memory of any machine."""
-        if self.host_bytes > MOST_HOST_BYTES:
-            raise ValueError(
-                f"the records of {self.n_responses:,} responses take {human_bytes(self.host_bytes)} of host "
-                f"memory, and no machine is taken to have more than {human_bytes(MOST_HOST_BYTES)}; lower "
-                f"rollout.n_prompts={self.cfg.rollout.n_prompts}"
-            )
 
     @cached_property
     def checkpoints(self) -> Checkpoints:

@@ -193,6 +193,7 @@ def test_a_recipe_elsewhere_says_where_it_is_found(capsys, small, tmp_path):
     assert "move it to a folder DIR/recipe" in said
     assert "fit --config-dir DIR recipe=mine" in said
     assert plan._use_of(CONF_DIR / "recipe" / "x.yaml").endswith("lit_rlkv.fit recipe=x")
+    assert plan._use_of(CONF_DIR / "task" / "x.yaml").endswith("--config-dir DIR recipe=x")
 
 
 def test_a_config_that_does_not_fit_leaves_no_recipe_and_says_so(qwen, tmp_path):
@@ -224,7 +225,7 @@ def test_a_command_has_each_setting_once(capsys, qwen):
         ("gpus=24GB", "unknown key 'gpus': did you mean 'gpu'?"),
         (
             "rollout.n_prompts=1000000000",
-            "of host memory, and no machine is taken to have more than 32.0 TiB",
+            "of host memory, more than any machine has; lower it",
         ),
         ("cache.budgett=3", "did you mean 'cache.budget'"),
         ("cache.budget=0", "cache.budget must be"),
@@ -242,7 +243,7 @@ def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
 
 def test_heads_that_no_number_of_kv_heads_shares_are_refused(tmp_path):
     Qwen3Config(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=7).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="model: 32 attention heads are no multiple of 7 KV heads"):
+    with pytest.raises(ConfigError, match="model: 32 heads of queries are no multiple of 7 KV heads"):
         plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
 
 
