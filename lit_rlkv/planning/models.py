@@ -60,9 +60,7 @@ def roles_of(cfg: Config) -> Roles:
             model = _causal_lm(str(cfg.model.path), config)
         n_heads, n_kv = int(text_config(model).num_attention_heads), n_kv_heads(model)
         if n_heads % n_kv:
-            raise ValueError(
-                f"{n_heads} heads of queries are no multiple of {n_kv} KV heads; mend its config"
-            )
+            raise ValueError(f"{n_heads} heads are no multiple of {n_kv} KV heads; mend its config")
         model.set_attn_implementation(ATTENTION_NAME)
         return model.type(dtype)
 

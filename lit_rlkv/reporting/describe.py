@@ -147,13 +147,12 @@ def _cache(config: Tree) -> str:
         return f"dense{dtype}"
     if not {"policy", "budget", "interval"} <= node.keys():
         return ""
-    given, profile = node.get("policy_options") or {}, node.get("budget_profile") or ()
+    given, profile = node.get("policy_options") or {}, node.get("budget_profile") or ""
     options = [f"{name}={show(value)}" for name, value in sorted(given.items())]
-    name = " ".join([node["policy"].rpartition(".")[2], *options])
-    shares = f" {profile if isinstance(profile, str) else '-'.join(map(str, profile))}" if profile else ""
+    shares = profile if isinstance(profile, str) else "-".join(map(str, profile))
     prompt = ("prompt+", "prompt + ") if node.get("protect_prompt") else ("", "")
-    size = f"{prompt[0]}{node['budget']}+{node['interval']}{dtype}"
-    return f"{name}{shares} {size} ({prompt[1]}budget + interval slots)"
+    size = f"{prompt[0]}{node['budget']}+{node['interval']}{dtype} ({prompt[1]}budget + interval slots)"
+    return " ".join(filter(None, [node["policy"].rpartition(".")[2], *options, shares, size]))
 
 
 def _device(node: Tree) -> str:

@@ -243,7 +243,7 @@ def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
 
 def test_heads_that_no_number_of_kv_heads_shares_are_refused(tmp_path):
     Qwen3Config(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=7).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="model: 32 heads of queries are no multiple of 7 KV heads"):
+    with pytest.raises(ConfigError, match="model: 32 heads are no multiple of 7 KV heads"):
         plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
 
 
