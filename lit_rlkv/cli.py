@@ -2,9 +2,11 @@
 
 import errno
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from os.path import abspath, isdir
 from typing import TypeVar
 
 import hydra
@@ -12,7 +14,8 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from lit_rlkv.checks import OneLineError
 from lit_rlkv.config import CONF_DIR, ConfigError, composed, grant_trust
-from lit_rlkv.config.composing import SEVERAL
+from lit_rlkv.config.composing import SEARCH_PATH, SEVERAL, quoted
+from lit_rlkv.config.keys import NAMED, OPTIONS
 from lit_rlkv.interrupts import abort_on_ctrl_c, is_first_process, unwind_on_ctrl_c
 from lit_rlkv.units import shortened
 
@@ -72,22 +75,37 @@ def compose_arguments(name: str, arguments: Sequence[str]) -> tuple[DictConfig, 
         ConfigError: the arguments do not compose, or trust a module that cannot be trusted.
     """
     if {argument.partition("=")[0] for argument in arguments} & PRINTING_OPTIONS:
+        free = tuple(place.rstrip(".") for place in (OPTIONS, *NAMED))
+        sys.argv[1:] = [f"++{one}" if one.startswith(free) else one for one in arguments]
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(lambda _: None)()
         sys.exit()
     example = "seed=3" if name == "config" else "ckpt=runs/NAME"
-    for argument in arguments:
+    config_dir, overrides = split_config_dir(arguments)
+    for argument in overrides:
         if argument in ("-m", "--multirun"):
             raise ConfigError(f"{argument}: {SEVERAL}")
         if argument.startswith("-") or ("=" not in argument and not argument.startswith("~")):
             raise ConfigError(
                 f"{argument!r} sets nothing; write key=value, such as {example}; --help shows more"
             )
-    cfg = composed(name, arguments)
+    if config_dir is not None:
+        overrides.append(f"{SEARCH_PATH}=[{quoted(f'file://{abspath(config_dir)}')}]")
+    cfg = composed(name, overrides)
     hydra_cfg = cfg.hydra
     with read_write(cfg), open_dict(cfg):
         del cfg["hydra"]
     grant_trust(cfg, hydra_cfg.overrides.task)
     return cfg, hydra_cfg
+
+
+def split_config_dir(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the folder of Hydra's option --config-dir, which must be one, and the other arguments."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", nargs="?", const="", dest="folder")
+    found, others = parser.parse_known_args(arguments)
+    if found.folder is not None and not isdir(found.folder):
+        raise ConfigError(f"--config-dir={found.folder} is no folder; give one that has GROUP/NAME.yaml")
+    return found.folder, others
 
 
 @contextmanager

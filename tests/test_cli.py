@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lit_rlkv.cli import compose_arguments, exit_in_one_line, run_command
-from lit_rlkv.config import ConfigError, parse
+from lit_rlkv.config import ConfigError, check_keys, parse
 from lit_rlkv.config.commands import EvaluateConfig
 from lit_rlkv.config.composing import groups, options_of
 
@@ -79,6 +79,37 @@ def test_the_help_of_fit_names_every_option(capsys, monkeypatch):
 
 def test_the_config_is_shown_by_hydra(capsys, monkeypatch):
     assert "\nseed: 3\n" in "\n" + printed(capsys, monkeypatch, "config", "seed=3", "--cfg", "job")
+
+
+def test_the_config_is_shown_with_keys_that_the_user_names_as_it_is_run_with_them(capsys, monkeypatch):
+    for options in ("cache.policy_options.seed=7", "cache.policy_options={seed: 7}"):
+        given = [options, "reward.functions.mine._target_=a.B", "--cfg", "job"]
+        said = printed(capsys, monkeypatch, "config", *given)
+        assert "  policy_options:\n    seed: 7\n" in said
+    assert "    mine:\n      _target_: a.B\n" in said
+
+
+def test_options_of_the_users_own_are_found_below_config_dir(tmp_path):
+    """As a recipe and as a task, whose keys are then known, in a folder whose name needs quotes."""
+    folder = tmp_path / "it's mine"
+    for group, text in {
+        "recipe": "# @package _global_\nseed: 9",
+        "task": "n_terms: 2",
+    }.items():
+        (folder / group).mkdir(parents=True)
+        (folder / group / "mine.yaml").write_text(text)
+    for given in (["--config-dir", str(folder)], [f"--config-dir={folder}"]):
+        cfg, hydra_cfg = compose_arguments("config", [*given, "recipe=mine", "task=mine"])
+        assert (cfg.seed, cfg.task.n_terms) == (9, 2)
+        check_keys(cfg, hydra_cfg.runtime.choices, list(hydra_cfg.overrides.task))
+    with pytest.raises(ConfigError, match="recipe must be one of"):
+        compose_arguments("config", ["recipe=mine"])
+
+
+@pytest.mark.parametrize("given", [["--config-dir", "nowhere"], ["--config-dir"]])
+def test_a_config_dir_that_is_none_is_refused(given):
+    with pytest.raises(ConfigError, match=r"--config-dir.*give one that has GROUP/NAME.yaml"):
+        compose_arguments("config", given)
 
 
 @pytest.mark.parametrize(

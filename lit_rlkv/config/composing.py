@@ -34,6 +34,7 @@ INSTEAD_OF_OPTIONS = {
     "task": "; data of your own are task=dataset task.dataset={}",
 }
 """How to write what is given in place of an option, by the group."""
+SEARCH_PATH = "hydra.searchpath"
 SEVERAL = "several runs are a sweep; write a file such as sweeps/arms.yaml, and python -m lit_rlkv.sweep FILE"
 
 
@@ -72,7 +73,7 @@ def _forced(override: str) -> str:
     """Return an override that adds a key where there is none, so that one place refuses unknown keys."""
     key = override.partition("=")[0]
     is_choice = "/" in key or "@" in key or bool(options_of(key))
-    return override if is_choice or key[:1] in ("+", "~") else f"++{override}"
+    return override if is_choice or key == SEARCH_PATH or key[:1] in ("+", "~") else f"++{override}"
 
 
 def _in_one_line(error: Exception, overrides: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import cast
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rlkv.config.composing import CONF_DIR, groups, initialized, options_of
+from lit_rlkv.config.composing import CONF_DIR, SEARCH_PATH, groups, initialized, options_of
 from lit_rlkv.config.errors import ConfigError, require
 from lit_rlkv.config.options import leaves
 from lit_rlkv.settings import show
@@ -57,7 +57,8 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
             f"~{key} takes away what every run reads; give {key}=... another value, or none",
         )
     chosen = {name: "none" if name in PRESETS else choice for name, choice in choices.items()}
-    known = _declared(tuple(f"{name}={option}" for name, option in chosen.items() if "/" not in name))
+    folders = [override for override in overrides if override.startswith(SEARCH_PATH)][-1:]
+    known = _declared((*folders, *(f"{name}={option}" for name, option in chosen.items() if "/" not in name)))
     added = [override.lstrip("+").partition("=")[0] for override in overrides if override[0] == "+"]
     for path, value in leaves(OmegaConf.to_container(cfg)):
         is_added = any(f"{path}.".startswith(f"{key}.") for key in added)
@@ -103,7 +104,10 @@ def suggestion(key: str, known: Collection[str], value: object = None) -> str:
         by_name.setdefault(one.rpartition(".")[2], []).append(one)
     group, _, name = key.rpartition(".")
     own = [one.rpartition(".")[2] for ones in by_name.values() for one in ones if _group(one) == group]
-    alike = get_close_matches(name, own, 1, ALIKE) or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
+    alike = get_close_matches(name, own, 1, ALIKE)
+    if not alike and (group == "cache" or get_close_matches(group, [OPTIONS[:-1]], 1, ALIKE_ELSEWHERE)):
+        return f"did you mean '{OPTIONS}{name}', if the policy takes it?"
+    alike = alike or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
     closest = [get_close_matches(key, by_name[one], 1, 0.0)[0] for one in alike]
     return f"did you mean {closest[0]!r}?" if closest else ALL_KEYS
 
@@ -148,10 +152,10 @@ def keys_of_options() -> dict[str, str]:
 
 
 @lru_cache
-def _declared(groups: tuple[str, ...]) -> frozenset[str]:
+def _declared(overrides: tuple[str, ...]) -> frozenset[str]:
     """Return the keys that options of groups declare; each run of a sweep asks."""
     with initialized():
-        declared = compose("config", overrides=list(groups))
+        declared = compose("config", overrides=list(overrides))
     return frozenset(key for key, _ in leaves(OmegaConf.to_container(declared)))
 
 

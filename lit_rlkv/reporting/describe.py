@@ -138,18 +138,21 @@ def _arm(config: Tree) -> str:
 
 
 def _cache(config: Tree) -> str:
-    """Return the policy and size of the cache of rollouts, such as random 16+5."""
+    """Return the label of the cache of rollouts, as `CacheSpec` has it, and the meaning of its sizes."""
     node = config.get("cache", {})
     if (config.get("correction") or {}).get("samples_dense"):
         return "dense"
-    dtype = f", {node['dtype']}" if node.get("dtype") else ""
+    dtype = f" {node['dtype']}" if node.get("dtype") else ""
     if node.get("policy") == "dense":
         return f"dense{dtype}"
     if not {"policy", "budget", "interval"} <= node.keys():
         return ""
+    given, profile = node.get("policy_options") or {}, node.get("budget_profile") or ""
+    options = [f"{name}={show(value)}" for name, value in sorted(given.items())]
+    shares = profile if isinstance(profile, str) else "-".join(map(str, profile))
     prompt = ("prompt+", "prompt + ") if node.get("protect_prompt") else ("", "")
-    size = f"{prompt[0]}{node['budget']}+{node['interval']}"
-    return f"{node['policy']} {size} ({prompt[1]}budget + interval slots){dtype}"
+    size = f"{prompt[0]}{node['budget']}+{node['interval']}{dtype} ({prompt[1]}budget + interval slots)"
+    return " ".join(filter(None, [node["policy"].rpartition(".")[2], *options, shares, size]))
 
 
 def _device(node: Tree) -> str:

@@ -57,6 +57,9 @@ def test_every_key_and_option_that_the_table_of_foreign_names_has_exists():
         ("diagnostics.gradent", "diagnostics.gradient"),
         ("logger.projct", "logger.project"),
         ("logger.project", "logger=wandb"),
+        ("cache.policy_option.seed", "did you mean 'cache.policy_options.seed'"),
+        ("cache.seed", "did you mean 'cache.policy_options.seed', if the policy takes it?"),
+        ("cache.budgets", "did you mean 'cache.budget'?"),
         ("zzz", "docs/reference/config.md"),
     ],
 )

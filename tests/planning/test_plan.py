@@ -1,6 +1,7 @@
 """python -m lit_rlkv.plan: sizes of public models, what a budget buys, and refusals before any work."""
 
 import json
+import shlex
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 from transformers import BertConfig, Gemma3Config, Qwen3Config
 
 from lit_rlkv import plan
-from lit_rlkv.config import ConfigError
+from lit_rlkv.cli import compose_arguments
+from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.planning.cards import CARDS, GIB, find_card
 from tests import models_zoo
 
@@ -156,13 +158,58 @@ def test_a_tower_for_images_takes_memory_and_no_time_or_moments(capsys, tmp_path
     assert ours["update_bytes"]["weights"] > 2 * other["update_bytes"]["weights"]
 
 
-def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, monkeypatch):
+@pytest.fixture
+def small(tmp_path):
+    """A folder with the config of a model that fits everywhere."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    Qwen3Config(**sizes, **heads).save_pretrained(tmp_path / "small")
+    return f"model.path={tmp_path / 'small'}"
+
+
+def test_a_recipe_of_a_plan_composes_to_the_same_config_by_the_command_that_it_prints(
+    capsys, small, tmp_path, monkeypatch
+):
+    """A recipe on another one of the user's own; then the one in the place of the shipped ones."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my conf" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "first.yaml").write_text("# @package _global_\nseed: 9")
+    own = ["--config-dir", "my conf", "recipe=first", small, "task=sorting", "rollout.max_rows=8"]
+    plan.plan(plan.parse([*own, "gpu=24GB", f"to={folder / 'mine.yaml'}"]))
+    said = capsys.readouterr()
+    printed = [one.split(".fit ")[1] for one in (said.out.splitlines()[-1], said.err.splitlines()[-1])]
+    assert shlex.split(printed[1]) == ["--config-dir", str(tmp_path / "my conf"), "recipe=mine"]
+    first, second, third = (
+        compose_arguments("config", each)[0] for each in (own, *map(shlex.split, printed))
+    )
+    assert first == second == third
+    assert (third.seed, third.rollout.max_rows) == (9, 8)
+
+
+def test_a_recipe_elsewhere_says_where_it_is_found(capsys, small, tmp_path):
+    plan.plan(plan.parse([small, "gpu=24GB", f"to={tmp_path / 'mine.yaml'}"]))
+    said = capsys.readouterr().err
+    assert "move it to a folder DIR/recipe" in said
+    assert "fit --config-dir DIR recipe=mine" in said
+    assert plan._use_of(CONF_DIR / "recipe" / "x.yaml").endswith("lit_rlkv.fit recipe=x")
+    assert plan._use_of(CONF_DIR / "task" / "x.yaml").endswith("--config-dir DIR recipe=x")
+
+
+def test_a_config_that_does_not_fit_leaves_no_recipe_and_says_so(qwen, tmp_path):
     file = tmp_path / "mine.yaml"
-    plan.plan(plan.parse([*LONG, f"model.path={qwen}", "task=sorting", "gpu=24GB", f"to={file}"]))
-    assert "python -m lit_rlkv.fit" in capsys.readouterr().out
-    said = file.read_text()
-    assert "- override /task: sorting" in said
-    assert "max_rows: 64" in said or "max_rows: " in said
+    with pytest.raises(SystemExit, match=r"mine\.yaml is not written: the config does not fit"):
+        plan.plan(plan.parse([*LONG, f"model.path={qwen}", "gpu=10GB", f"to={file}"]))
+    assert not file.exists()
+
+
+def test_a_command_has_each_setting_once(capsys, qwen):
+    plan.plan(
+        plan.parse([*LONG, f"model.path={qwen}", "gpu=24GB", "rollout.max_rows=216", "cache.budget=272"])
+    )
+    words = capsys.readouterr().out.split()
+    (n_rows,) = [word for word in words if word.startswith("rollout.max_rows=")]
+    assert n_rows != "rollout.max_rows=216"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +222,11 @@ def test_a_recipe_of_a_plan_composes_to_the_same_config(capsys, qwen, tmp_path, 
         ("prompt=-3", "prompt must be the tokens of a prompt, got -3"),
         ("prompt=x", "prompt must be"),
         ("to=nowhere/mine.yaml", "must be a new file NAME.yaml in a folder that exists"),
+        ("gpus=24GB", "unknown key 'gpus': did you mean 'gpu'?"),
+        (
+            "rollout.n_prompts=1000000000",
+            "of host memory, more than any machine has; lower it",
+        ),
         ("cache.budgett=3", "did you mean 'cache.budget'"),
         ("cache.budget=0", "cache.budget must be"),
         ("model.path=./nothing", "is not a checkpoint folder"),
@@ -187,6 +239,12 @@ def test_wrong_input_is_refused_as_by_fit(argument, says, qwen):
     with pytest.raises(ConfigError) as error:
         plan.plan(plan.parse([*LONG, f"model.path={qwen}", "gpu=24GB", argument]))
     assert says in str(error.value)
+
+
+def test_heads_that_no_number_of_kv_heads_shares_are_refused(tmp_path):
+    Qwen3Config(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=7).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model: 32 heads are no multiple of 7 KV heads"):
+        plan.plan(plan.parse(["recipe=llm", f"model.path={tmp_path}", "gpu=24GB"]))
 
 
 def test_a_config_of_an_unknown_type_is_refused(tmp_path):

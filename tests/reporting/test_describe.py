@@ -2,8 +2,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lit_rlkv.config import CONF_DIR
+from lit_rlkv.config import CONF_DIR, parse_config
+from lit_rlkv.kvcache import CacheSpec
 from lit_rlkv.reporting.describe import differing, run_facts
+from lit_rlkv.trust import trusting
 
 
 def facts_of(*overrides, environments=(), seconds=()):
@@ -30,9 +32,9 @@ distillation=teacher distillation.model=o/b -> Arm: shadow: exact replay of the 
 cache.policy=dense -> Arm: dense: dense rollouts, no eviction.
 cache.policy=dense -> Cache: dense.
 cache.dtype=int4 cache.policy=dense experiment=shadow -> Arm: shadow: exact replay of the evictions.
-cache.dtype=int4 cache.policy=dense experiment=shadow -> Cache: dense, int4.
+cache.dtype=int4 cache.policy=dense experiment=shadow -> Cache: dense int4.
 cache.dtype=int4 experiment=dense -> Cache: dense.
-cache.dtype=int8 -> Cache: random 16+5 (budget + interval slots), int8.
+cache.dtype=int8 -> Cache: random 16+5 int8 (budget + interval slots).
 cache.protect_prompt=true -> Cache: random prompt+16+5 (prompt + budget + interval slots).
 experiment=online_dpo_smd -> Algorithm: OnlineDPO,
 algorithm=cispo -> Algorithm: CISPO,
@@ -48,6 +50,25 @@ def test_a_run_is_described_by_what_differs_from_the_default(case):
     overrides, expected = case.split(" -> ")
     heading, text = expected.split(": ", maxsplit=1)
     assert f"{facts_of(*overrides.split())[heading]}.".startswith(text)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "cache.policy=dense cache.dtype=int4",
+        "cache.policy=h2o +cache.policy_options.value_norms=true cache.protect_prompt=true",
+        "+cache.policy_options.seed=7 cache.budget_profile=pyramid cache.dtype=int8",
+        "cache.budget_profile=[1,2,3]",
+        "cache.policy=lit_rlkv.kvcache.policies.KeyDiff",
+    ],
+)
+def test_a_cache_has_the_label_of_its_spec_which_tables_have(overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
+        cfg = compose("config", overrides=overrides.split())
+    label, _, meaning = facts_of(*overrides.split())["Cache"].partition(" (")
+    with trusting(["lit_rlkv"]):
+        assert label == CacheSpec.of(parse_config(cfg).cache).label
+    assert bool(meaning) is (cfg.cache.policy != "dense")
 
 
 def test_a_resumed_run_tells_both_dates_and_a_gpu_its_memory():
