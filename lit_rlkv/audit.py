@@ -116,13 +116,13 @@ def audit(asked: AuditArguments) -> None:
 
     with as_config_errors("log"):
         rows, places, broken = read_log(asked.log)
-    n = min(asked.rows, len(rows))
-    chosen = [each * len(rows) // n for each in range(n)]
-    rows, places = [rows[each] for each in chosen], [places[each] for each in chosen]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = prepared(asked.model, getattr(torch, asked.dtype), device)
     with as_config_errors("log"):
         rows, places, broken = fitting_rows(model, rows, places, broken)
+        n = min(asked.rows, len(rows))
+        chosen = [each * len(rows) // n for each in range(n)]
+        rows, places = [rows[each] for each in chosen], [places[each] for each in chosen]
         without_adapter = None if asked.adapter is None else load_adapter(model, asked.adapter)
         meter = ProgressMeter("audit", quiet_s=QUIET_S)
         found = Audit(model, rows, asked.sampling, without_adapter, lambda n, total: meter.show(n, total, {}))

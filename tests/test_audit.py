@@ -11,7 +11,7 @@ from lit_rlkv.audit import main, parse
 from lit_rlkv.auditing.causes import Audit
 from lit_rlkv.auditing.engine_rows import read_log
 from lit_rlkv.config import ConfigError
-from lit_rlkv.reporting.audit_screen import MAX_LABEL, picture
+from lit_rlkv.reporting.audit_screen import MAX_LABEL, as_values, picture
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER
 from tests.auditing.logs import SPEC, model, rows_of, sampled
@@ -91,10 +91,21 @@ def test_many_broken_rows_are_named_and_the_others_counted_by_reason(folder, mon
         run(monkeypatch, folder, f"log={folder}/none.jsonl")
 
 
-def test_rows_are_spread_over_the_file(folder, monkeypatch, capsys):
-    run(monkeypatch, folder, "temperature=0.8", "rows=3", "--json")
+def test_rows_are_spread_over_those_that_fit(folder, monkeypatch, capsys):
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()[:4]]
+    long = {name: part * 200 if name != "prompt_ids" else part for name, part in rows[0].items()}
+    lines = [json.dumps(each) for each in (long, rows[0], rows[1], long, rows[2], rows[3])]
+    (folder / "long.jsonl").write_text("\n".join(lines))
+    places = []
+    monkeypatch.setattr(
+        "lit_rlkv.reporting.audit_screen.as_values",
+        lambda found, chosen, broken: places.extend(chosen) or as_values(found, chosen, broken),
+    )
+    run(monkeypatch, folder, f"log={folder}/long.jsonl", "temperature=0.8", "rows=2", "--json")
     values = json.loads(capsys.readouterr().out)
-    assert values["rows"] == 3
+    assert values["rows"] == 2
+    assert [place.rpartition(":")[2] for place in places] == ["2", "5"]
+    assert [each.partition(": ")[0].rpartition(":")[2] for each in values["left_out"]] == ["1", "4"]
 
 
 def test_a_file_without_rows_is_refused(folder, monkeypatch, capsys):

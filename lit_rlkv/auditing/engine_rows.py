@@ -1,5 +1,6 @@
 """Rows of a log in the fields of vLLM, SGLang, TRL, verl, prime-rl or this package, as `LogRow`."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,22 +64,30 @@ def read_log(path: Path) -> Rows:
 def fitting_rows(
     model: PreTrainedModel, rows: Sequence[LogRow], places: Sequence[str], broken: Sequence[str]
 ) -> Rows:
-    """Return the rows that a model can replay, and the faults of the others after those known.
+    """Return the rows that a model can replay together, and the faults of the others after those known.
 
     Raises:
         ValueError: there is none.
     """
-    found: Rows = [], [], [*broken]
+    fitting, faults = [], [*broken]
     for row, place in zip(rows, places, strict=True):
         try:
             check_length(model, len(row.prompt_ids) + len(row.response_ids), "log shorter rows")
-            check_rollout(model, Rollout.from_log([row]).to(model.device))
+            check_rollout(model, Rollout.from_log([row]))
         except ValueError as error:
-            found[2].append(f"{place}: {error}")
+            faults.append(f"{place}: {error}")
         else:
-            found[0].append(row)
-            found[1].append(place)
-    return _some(*found)
+            shape = None if row.evicted_at is None else tuple(row.evicted_at.shape[:2])
+            fitting.append((row, place, shape))
+    shapes = Counter(shape for *_, shape in fitting if shape is not None)
+    usual = max(shapes, key=shapes.__getitem__, default=None)
+    faults += [
+        f"{place}: evicted_at has {shape} layers and KV heads, and that of most rows {usual}; log them alike"
+        for _, place, shape in fitting
+        if shape not in (None, usual)
+    ]
+    kept = [(row, place) for row, place, shape in fitting if shape in (None, usual)]
+    return _some([row for row, _ in kept], [place for _, place in kept], faults)
 
 
 def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:

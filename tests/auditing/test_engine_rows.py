@@ -157,3 +157,13 @@ def test_a_row_longer_than_the_model_is_named_and_the_others_stay():
     assert (len(kept), places, broken[0]) == (1, ["1"], "0: known")
     assert broken[1].startswith("2: ")
     assert "64 tokens" in broken[1]
+
+
+def test_a_row_with_evictions_of_other_heads_than_most_is_named():
+    heads = [[[7] * 7] * 2]
+    parts = (None, heads, heads * 3, heads * 3)
+    rows = [LogRow([5] * 4, [6] * 3, [-1.0] * 3, part) for part in parts]
+    kept, places, (odd,) = fitting_rows(model(), rows, ["1", "2", "3", "4"], [])
+    assert kept == [rows[0], *rows[2:]]
+    assert places == ["1", "3", "4"]
+    assert odd.startswith("2: evicted_at has (1, 2) layers and KV heads, and that of most rows (3, 2)")
