@@ -25,6 +25,8 @@ LOGPS = (
 )
 MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mask")
 """Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
+CHOICES = ("choices", "outputs")
+"""Names of the list of samples of one prompt."""
 WHOLE_MASKS = ("loss_mask", "mask")
 """Names of a mask over prompt and response where a row has both in one list, as in prime-rl's exports."""
 TIMES, KEPT = "evicted_at", "kept"
@@ -47,17 +49,13 @@ def read_log(path: Path) -> Rows:
     rows, places, broken = [], [], []
     values = numbered_values(path) if path.suffix in (".json", ".jsonl") else _table(path)
     for place, value in values:
-        try:
-            if isinstance(value, ValueError):
-                raise value
-            if not isinstance(value, Mapping):
-                raise ValueError(f"a row must be an object with token ids and log-probs, got {value!r:.80}")
-            found = [row_of(sample) for sample in samples_of(value)]
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            broken.append(f"{place}: {error}")
-        else:
-            rows += found
-            places += [place] * len(found)
+        for name, sample in samples_of(value):
+            try:
+                rows.append(row_of(sample))
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                broken.append(f"{place}{name}: {error}")
+            else:
+                places.append(f"{place}{name}")
     return _some(rows, places, broken)
 
 
@@ -101,24 +99,31 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
     yield from numbered_rows(load(str(path), None, "train"), str(path))
 
 
-def samples_of(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the samples of a row: the choices of a response of a server, or the row itself."""
-    samples = _first(value, ("choices", "outputs"))
-    if not isinstance(samples, Sequence):
-        yield value
+def samples_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the choices of a server's response, each after its name if there are several, or the row."""
+    key = next((key for key in CHOICES if isinstance(value, Mapping) and value.get(key)), None)
+    samples = None if key is None else value[key]
+    if not isinstance(samples, list | tuple):
+        yield "", value
         return
-    for sample in samples:
-        yield {**value, "logprobs": None, **sample}
+    shared = {name: part for name, part in value.items() if name not in (*CHOICES, "logprobs")}
+    for place, sample in enumerate(samples):
+        name = f" {key}[{place}]" if len(samples) > 1 else ""
+        yield name, {**shared, **sample} if isinstance(sample, Mapping) else sample
 
 
-def row_of(sample: Mapping[str, Any]) -> LogRow:
+def row_of(sample: Any) -> LogRow:
     """Return a sample as a row.
 
     Padding before a prompt goes where a mask says so, and so does all after the last sampled token.
 
     Raises:
-        ValueError: a part is missing, or `LogRow` refuses it.
+        ValueError: a part is missing, `LogRow` refuses it, or it is the error of a line that is not JSON.
     """
+    if isinstance(sample, ValueError):
+        raise sample
+    if not isinstance(sample, Mapping):
+        raise ValueError(f"a row must be an object with token ids and log-probs, got {sample!r:.80}")
     if _first(sample, PROMPT) is None and (mask := _first(sample, WHOLE_MASKS)) is not None:
         sample = _in_parts(sample, mask)
     details = sample.get("meta_info") or {}  # of SGLang
@@ -126,7 +131,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     prompt = _first(sample, PROMPT) or [entry[1] for entry in details.get("input_token_logprobs") or ()]
     logps: Any = _first(sample, LOGPS) or details.get("output_token_logprobs")
     for name, part, known in (
-        ("response", response, RESPONSE),
+        ("response", response, (*RESPONSE, *CHOICES)),
         ("logps", logps, LOGPS),
         ("prompt", prompt, PROMPT),
     ):

@@ -138,6 +138,9 @@ BROKEN = {
     "not JSON": '{"prompt_ids": [1',
     "must be an object": [1, 2],
     "has no attribute 'get'": {"prompt_ids": PROMPT, "response_ids": RESPONSE, "meta_info": PAIRS},
+    "no response: choices is []": {"prompt_token_ids": PROMPT, "choices": []},
+    "no response: choices is null": {"prompt_token_ids": PROMPT, "choices": None},
+    "must be an object with token ids and log-probs, got None": {"prompt_ids": PROMPT, "choices": [None]},
     "a mask has 3 numbers": FORMS["own"] | {"response_mask": [1, 1, 1]},
     "own position": FORMS["own"] | {"evicted_at": [[[0, 9, 9, 9, 9, 9, 9]]]},
 }
@@ -149,6 +152,15 @@ def test_a_broken_row_is_named_and_the_others_are_read(said, tmp_path):
     assert len(rows) == len(places) == 2
     assert "rows.jsonl:2: " in why
     assert said in why
+
+
+def test_a_broken_choice_is_named_and_the_others_of_its_row_are_read(tmp_path):
+    (choice,) = FORMS["vllm_completion"]["choices"]
+    row = {"prompt_token_ids": PROMPT, "choices": [None, choice, choice | {"token_ids": None}]}
+    (read,), places, broken = read_log(write(tmp_path, row))
+    assert read.logps.tolist() == LOGPS
+    assert places == [f"{tmp_path}/rows.jsonl:1 choices[1]"]
+    assert [each.partition(": ")[0].rpartition(":")[2] for each in broken] == ["1 choices[0]", "1 choices[2]"]
 
 
 def test_a_row_longer_than_the_model_is_named_and_the_others_stay():
