@@ -108,6 +108,19 @@ def test_rows_are_spread_over_those_that_fit(folder, monkeypatch, capsys):
     assert [each.partition(": ")[0].rpartition(":")[2] for each in values["left_out"]] == ["1", "4"]
 
 
+def test_rows_without_a_record_are_counted_and_asked_for(folder, monkeypatch, capsys):
+    rows = rows_of(sampled(model(), SPEC), has_record=True)
+    (folder / "mixed.jsonl").write_text(
+        "\n".join(json.dumps(row | ({} if place else {"evicted_at": None})) for place, row in enumerate(rows))
+    )
+    run(monkeypatch, folder, f"log={folder}/mixed.jsonl")
+    said = capsys.readouterr().out
+    assert "evictions replayed (none logged in 1 of 4 rows): mean" in said
+    assert "in the rows without evictions, as under eviction; log when keys were evicted" in said
+    run(monkeypatch, folder, f"log={folder}/mixed.jsonl", "--json")
+    assert json.loads(capsys.readouterr().out)["rows_without_evictions"] == 1
+
+
 def test_a_file_without_rows_is_refused(folder, monkeypatch, capsys):
     (folder / "empty.jsonl").write_text("")
     with pytest.raises(SystemExit, match=r"empty\.jsonl' must have rows, got none"):

@@ -47,6 +47,7 @@ def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dic
         "left_out": [*broken],
         "sampling": audit.sampling.options,
         "is_replayed": audit.has_record,
+        "rows_without_evictions": sum(row.evicted_at is None for row in audit.rows),
         "gap": {name.removeprefix("kv/replay_gap_"): float(value) for name, value in gaps.items()},
         **{name: float(statistics[key]) for name, key in names.items()},
         "overlap_p05": _overlap_p05(audit),  # before the causes, which change the model's dtype
@@ -101,6 +102,8 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
         if n_others := sum(map(len, groups[N_REASONS:])):
             yield f"  and {n_others} for other reasons"
     how = "evictions replayed" if values["is_replayed"] else "all keys seen"
+    if values["is_replayed"] and values["rows_without_evictions"]:
+        how += f" (none logged in {values['rows_without_evictions']} of {values['rows']} rows)"
     sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))
     yield f"|log π − log μ| in nats, {how}: {sizes}"
     overlap = values["overlap_p05"]
@@ -133,8 +136,9 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
             yield f"which leaves {left} nats" + (" unexplained" if steps[-1]["leaves"] > EXACT else "")
     else:
         yield "none of the causes that were tried explains the gap"
-        if values["grows"] and not values["is_replayed"]:
-            yield "it grows along the response, as under eviction; log when keys were evicted"
+        if values["grows"]:
+            unlogged = "" if not values["is_replayed"] else " in the rows without evictions"
+            yield f"it grows along the response{unlogged}, as under eviction; log when keys were evicted"
     yield from (
         f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_UNEVEN]
     )

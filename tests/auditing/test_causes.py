@@ -163,6 +163,26 @@ def test_what_nothing_explains_is_not_explained():
     assert audit(backbone, rows).found is None
 
 
+def test_a_cause_that_changes_nothing_is_none():
+    backbone = model()
+    assert backbone.config.vocab_size == 64
+    found = audit(backbone, rows_of(sampled(backbone, temperature=0.7)))
+    causes = {each.cause for each in found.trials}
+    assert "renormalised over top_k=50" in causes
+    assert "renormalised over top_k=100" not in causes
+
+
+@pytest.mark.parametrize("is_logged", [(True, False), (False, True), (True, True)], ids=str)
+def test_the_gap_grows_in_rows_without_a_record_alone(is_logged):
+    backbone = model()
+    evicting = rows_of(sampled(backbone, SPEC, n_rows=2), has_record=True)
+    rows = [{**row, "evicted_at": row["evicted_at"] if is_logged[0] else None} for row in evicting]
+    others = [late(row) if is_logged[1] else {**row, "evicted_at": None} for row in evicting]
+    found = audit(backbone, [*rows, *others])
+    assert found.own.gap > EXACT
+    assert found.grows == (is_logged != (True, True))
+
+
 def test_a_key_too_many_is_found_without_a_forward():
     (row, *_) = rows_of(sampled(model(), SPEC), has_record=True)
     assert uneven_heads(LogRow(**row)) is None
