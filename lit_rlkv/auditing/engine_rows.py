@@ -141,16 +141,21 @@ def row_of(sample: Any) -> LogRow:
             raise ValueError(f"no {name}: {', '.join(empty) + ADVICE if empty else given}")
     mask = sample.get("prompt_mask") or (sample.get("attention_mask") or ())[: len(prompt)]
     if any(mask):  # that of verifiers is 0 on every token of a prompt
+        if len(mask) != len(prompt):
+            raise ValueError(f"a mask has {len(mask)} numbers for {len(prompt)} tokens of the prompt")
         prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]
     masks = [sample[name] for name in MASKS if sample.get(name) is not None]
+    for mask in masks:
+        if len(mask) != len(response):
+            raise ValueError(f"a mask has {len(mask)} numbers for {len(response)} tokens of the response")
     is_sampled = [all(marks) for marks in zip(*masks, strict=True)] if masks else [True] * len(response)
-    if len(is_sampled) != len(response):
-        raise ValueError(f"a mask has {len(is_sampled)} numbers for {len(response)} tokens of the response")
+    if not any(is_sampled):
+        raise ValueError(f"no response: none of its {len(response)} tokens is sampled, by their masks")
     if isinstance(logps, Mapping):  # of a server of vLLM: for chats, and for texts
         logps = logps.get("content") or logps.get("token_logprobs") or ()
     if len(logps) != len(response):
         raise ValueError(f"{len(logps)} log-probs for {len(response)} tokens of the response")
-    end = max((place + 1 for place, one in enumerate(is_sampled) if one), default=0)
+    end = max(place + 1 for place, one in enumerate(is_sampled) if one)
     numbers = [_number(entry, token) for entry, token in zip(logps, response, strict=True)]
     times = sample.get(TIMES)
     if times is None and sample.get(KEPT):

@@ -125,7 +125,7 @@ def test_parts_that_a_table_has_as_null_are_passed_over(tmp_path):
 BROKEN = {
     "got nan for token 1 of the response": FORMS["own"] | {"logps": [-0.5, float("nan"), -1.0, -1.0]},
     "got -inf for token 0 of the response": FORMS["own"] | {"logps": [-float("inf"), -1.0, -1.0, -1.0]},
-    "got nan for token 3 of the response": FORMS["own"] | {"logps": [*LOGPS[:3], None]},
+    "got None for token 3 of the response": FORMS["own"] | {"logps": [*LOGPS[:3], None]},
     "no logps: logps is null; log it": FORMS["own"] | {"logps": None},
     "no response: response_ids is null": FORMS["own"] | {"response_ids": None},
     "no prompt: prompt_ids is []": FORMS["own"] | {"prompt_ids": []},
@@ -141,7 +141,10 @@ BROKEN = {
     "no response: choices is []": {"prompt_token_ids": PROMPT, "choices": []},
     "no response: choices is null": {"prompt_token_ids": PROMPT, "choices": None},
     "must be an object with token ids and log-probs, got None": {"prompt_ids": PROMPT, "choices": [None]},
-    "a mask has 3 numbers": FORMS["own"] | {"response_mask": [1, 1, 1]},
+    "a mask has 3 numbers for 4 tokens of the response": FORMS["own"] | {"response_mask": [1, 1, 1]},
+    "a mask has 5 numbers for 4 tokens": FORMS["own"] | {"response_mask": [1] * 4, "tool_mask": [1] * 5},
+    "a mask has 2 numbers for 3 tokens of the prompt": FORMS["own"] | {"prompt_mask": [1, 1]},
+    "none of its 4 tokens is sampled": FORMS["own"] | {"is_sampled": [False] * 4},
     "own position": FORMS["own"] | {"evicted_at": [[[0, 9, 9, 9, 9, 9, 9]]]},
 }
 
