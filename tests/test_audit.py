@@ -89,6 +89,11 @@ def test_many_broken_rows_are_named_and_the_others_counted_by_reason(folder, mon
     (folder / "none.jsonl").write_text("\n".join(lines[1:6]))
     with pytest.raises(SystemExit, match=r"no row can be compared: .*; and 2 more"):
         run(monkeypatch, folder, f"log={folder}/none.jsonl")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="no row can be compared"):
+        run(monkeypatch, folder, f"log={folder}/none.jsonl", "--json")
+    values = json.loads(capsys.readouterr().out)
+    assert (values["rows"], len(values["left_out"])) == (0, 5)
 
 
 def test_rows_are_spread_over_those_that_fit(folder, monkeypatch, capsys):

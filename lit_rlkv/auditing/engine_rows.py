@@ -38,12 +38,22 @@ N_SAID = 3
 """Faults that an error names."""
 
 
+class NoRowError(ValueError):
+    """No row of a log can be compared; `broken` has what is wrong with each."""
+
+    def __init__(self, broken: Sequence[str]) -> None:
+        more = f"; and {len(broken) - N_SAID} more" if len(broken) > N_SAID else ""
+        super().__init__(f"no row can be compared: {'; '.join(broken[:N_SAID])}{more}")
+        self.broken = [*broken]
+
+
 def read_log(path: Path) -> Rows:
     """Return the rows of a file of JSON lines or a Parquet file, their places, and the faults of others.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or no row of it.
+        NoRowError: no row of it can be read.
+        ValueError: it cannot be read.
         ImportError: the package datasets is needed for it, and missing.
     """
     rows, places, broken = [], [], []
@@ -65,7 +75,7 @@ def fitting_rows(
     """Return the rows that a model can replay together, and the faults of the others after those known.
 
     Raises:
-        ValueError: there is none.
+        NoRowError: there is none.
     """
     fitting, faults = [], [*broken]
     for row, place in zip(rows, places, strict=True):
@@ -90,8 +100,7 @@ def fitting_rows(
 
 def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:
     if not rows:
-        more = f"; and {len(broken) - N_SAID} more" if len(broken) > N_SAID else ""
-        raise ValueError(f"no row can be compared: {'; '.join(broken[:N_SAID])}{more}")
+        raise NoRowError(broken)
     return rows, places, broken
 
 

@@ -21,7 +21,7 @@ from lit_rlkv.reporting.tables import make_table
 N_WORST, N_CAUSES, N_UNEVEN, N_BINS = 5, 6, 5, 8
 """Tokens, causes, rows with uneven heads, and bins of positions that are shown."""
 N_BROKEN, N_REASONS = 20, 5
-"""Rows that are named of those that could not be read, and reasons of the others."""
+"""Rows that are named of those that could not be compared, and reasons of the others."""
 LEAST_DRAWN = 1e-7
 """Nats: a smaller gap is drawn as this."""
 MAX_LABEL = 50
@@ -33,7 +33,7 @@ def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dic
 
     Args:
         places: file and line of each row.
-        broken: what is wrong with the rows that could not be read.
+        broken: what is wrong with the rows that could not be compared.
     """
     own, sampler, mask = audit.own.logps, audit.sampler, audit.is_sampled
     log_ratio = (own - sampler).masked_fill(~mask, 0.0)
@@ -92,7 +92,7 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     given = " ".join(f"{name}={value:g}" for name, value in values["sampling"].items() if value is not None)
     yield f"{values['tokens']:,} sampled tokens of {values['rows']} rows; {given}"
     if left_out:
-        yield f"{len(left_out)} rows of the file cannot be read:"
+        yield f"{len(left_out)} rows of the file cannot be compared:"
         yield from (f"  {each}" for each in left_out[:N_BROKEN])
         alike: dict[str, list[str]] = {}
         for each in left_out[N_BROKEN:]:  # by the reason without its numbers
