@@ -66,7 +66,9 @@ def read_log(path: Path) -> Rows:
                 broken.append(f"{place}{name}: {error}")
             else:
                 places.append(f"{place}{name}")
-    return _some(rows, places, broken)
+    if not rows:
+        raise NoRowError(broken)
+    return rows, places, broken
 
 
 def fitting_rows(
@@ -95,13 +97,9 @@ def fitting_rows(
         if shape not in (None, usual)
     ]
     kept = [(row, place) for row, place, shape in fitting if shape in (None, usual)]
-    return _some([row for row, _ in kept], [place for _, place in kept], faults)
-
-
-def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:
-    if not rows:
-        raise NoRowError(broken)
-    return rows, places, broken
+    if not kept:
+        raise NoRowError(faults)
+    return [row for row, _ in kept], [place for _, place in kept], faults
 
 
 def _table(path: Path) -> Iterator[tuple[str, Any]]:
@@ -154,9 +152,8 @@ def row_of(sample: Any) -> LogRow:
             raise ValueError(f"a mask has {len(mask)} numbers for {len(prompt)} tokens of the prompt")
         prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]
     masks = [sample[name] for name in MASKS if sample.get(name) is not None]
-    for mask in masks:
-        if len(mask) != len(response):
-            raise ValueError(f"a mask has {len(mask)} numbers for {len(response)} tokens of the response")
+    if wrong := {*map(len, masks)} - {len(response)}:
+        raise ValueError(f"a mask has {wrong.pop()} numbers for {len(response)} tokens of the response")
     is_sampled = [all(marks) for marks in zip(*masks, strict=True)] if masks else [True] * len(response)
     if not any(is_sampled):
         raise ValueError(f"no response: none of its {len(response)} tokens is sampled, by their masks")
