@@ -32,7 +32,7 @@ Arguments
   dtype        float32 or bfloat16, in which the learner computes
   rows         most rows that are compared, from the whole file at even distances; 64 unless given
   to           picture to write
-  --json       print values for programs: the gap, its causes, and all rows that could not be read
+  --json       print values for programs: the gap, its causes, and all rows that could not be compared
 
 The exit status is 0 if any row was compared, whatever the gap, and 1 after an error."""
 RUNS_DIR = "runs"
@@ -110,19 +110,23 @@ def audit(asked: AuditArguments) -> None:
     from rich.console import Console
 
     from lit_rlkv.auditing.causes import Audit
-    from lit_rlkv.auditing.engine_rows import fitting_rows, read_log
+    from lit_rlkv.auditing.engine_rows import NoRowError, fitting_rows, read_log
     from lit_rlkv.reporting.audit_screen import as_values, picture, screen
     from lit_rlkv.reporting.progress import QUIET_S, ProgressMeter
 
-    with as_config_errors("log"):
-        rows, places, broken = read_log(asked.log)
-    n = min(asked.rows, len(rows))
-    chosen = [each * len(rows) // n for each in range(n)]
-    rows, places = [rows[each] for each in chosen], [places[each] for each in chosen]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = prepared(asked.model, getattr(torch, asked.dtype), device)
     with as_config_errors("log"):
-        rows, places, broken = fitting_rows(model, rows, places, broken)
+        try:
+            rows, places, broken = read_log(asked.log)
+            model = prepared(asked.model, getattr(torch, asked.dtype), device)
+            rows, places, broken = fitting_rows(model, rows, places, broken)
+        except NoRowError as error:
+            if asked.as_json:
+                sys.stdout.write(json.dumps({"rows": 0, "left_out": error.broken}, indent=1) + "\n")
+            raise
+        n = min(asked.rows, len(rows))
+        chosen = [each * len(rows) // n for each in range(n)]
+        rows, places = [rows[each] for each in chosen], [places[each] for each in chosen]
         without_adapter = None if asked.adapter is None else load_adapter(model, asked.adapter)
         meter = ProgressMeter("audit", quiet_s=QUIET_S)
         found = Audit(model, rows, asked.sampling, without_adapter, lambda n, total: meter.show(n, total, {}))

@@ -71,15 +71,18 @@ def is_whole_numbers(values: Tensor) -> bool:
 
 def _ids(name: str, values: Any) -> Int[Tensor, " token"]:
     ids = _tensor(name, values)
-    if ids.ndim != 1 or len(ids) == 0 or not is_whole_numbers(ids) or ids.min() < 0:
-        raise ValueError(f"{name} must be token ids, at least one and none below 0, got {ids!r:.80}")
+    if ids.ndim != 1 or len(ids) == 0 or not is_whole_numbers(ids):
+        raise ValueError(f"{name} must be token ids, at least one, got {ids.dtype} {tuple(ids.shape)}")
+    if (ids < 0).any():
+        place = int((ids < 0).int().argmax())
+        raise ValueError(f"{name} must be token ids, none below 0, got {int(ids[place])} for token {place}")
     return ids.long()
 
 
 def _response_logps(values: Any, is_sampled: Bool[Tensor, " token"]) -> Float[Tensor, " token"]:
-    if isinstance(values, list | tuple):  # engines have None for tokens that they did not sample
-        values = [float("nan") if value is None else value for value in values]
-    logps = _tensor("logps", values)
+    is_list = isinstance(values, list | tuple)  # engines have None for tokens that they did not sample
+    numbers = [float("nan") if value is None else value for value in values] if is_list else values
+    logps = _tensor("logps", numbers)
     if logps.shape != is_sampled.shape:
         raise ValueError(
             f"logps must be one number for each of the {len(is_sampled)} response tokens, got "
@@ -91,7 +94,7 @@ def _response_logps(values: Any, is_sampled: Bool[Tensor, " token"]) -> Float[Te
         place = int(is_wrong.int().argmax())
         raise ValueError(
             "logps must be natural logarithms of probabilities, finite and at most 0, got "
-            f"{float(logps[place]):g} for token {place} of the response"
+            f"{values[place] if is_list else float(logps[place])} for token {place} of the response"
         )
     return logps
 

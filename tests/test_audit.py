@@ -11,7 +11,7 @@ from lit_rlkv.audit import main, parse
 from lit_rlkv.auditing.causes import Audit
 from lit_rlkv.auditing.engine_rows import read_log
 from lit_rlkv.config import ConfigError
-from lit_rlkv.reporting.audit_screen import MAX_LABEL, picture
+from lit_rlkv.reporting.audit_screen import MAX_LABEL, as_values, picture
 from lit_rlkv.settings import Sampling
 from lit_rlkv.types import NEVER
 from tests.auditing.logs import SPEC, model, rows_of, sampled
@@ -89,12 +89,41 @@ def test_many_broken_rows_are_named_and_the_others_counted_by_reason(folder, mon
     (folder / "none.jsonl").write_text("\n".join(lines[1:6]))
     with pytest.raises(SystemExit, match=r"no row can be compared: .*; and 2 more"):
         run(monkeypatch, folder, f"log={folder}/none.jsonl")
-
-
-def test_rows_are_spread_over_the_file(folder, monkeypatch, capsys):
-    run(monkeypatch, folder, "temperature=0.8", "rows=3", "--json")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="no row can be compared"):
+        run(monkeypatch, folder, f"log={folder}/none.jsonl", "--json")
     values = json.loads(capsys.readouterr().out)
-    assert values["rows"] == 3
+    assert (values["rows"], len(values["left_out"])) == (0, 5)
+
+
+def test_rows_are_spread_over_those_that_fit(folder, monkeypatch, capsys):
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()[:4]]
+    long = {name: part * 200 if name != "prompt_ids" else part for name, part in rows[0].items()}
+    lines = [json.dumps(each) for each in (long, rows[0], rows[1], long, rows[2], rows[3])]
+    (folder / "long.jsonl").write_text("\n".join(lines))
+    places = []
+    monkeypatch.setattr(
+        "lit_rlkv.reporting.audit_screen.as_values",
+        lambda found, chosen, broken: places.extend(chosen) or as_values(found, chosen, broken),
+    )
+    run(monkeypatch, folder, f"log={folder}/long.jsonl", "temperature=0.8", "rows=2", "--json")
+    values = json.loads(capsys.readouterr().out)
+    assert values["rows"] == 2
+    assert [place.rpartition(":")[2] for place in places] == ["2", "5"]
+    assert [each.partition(": ")[0].rpartition(":")[2] for each in values["left_out"]] == ["1", "4"]
+
+
+def test_rows_without_a_record_are_counted_and_asked_for(folder, monkeypatch, capsys):
+    rows = rows_of(sampled(model(), SPEC), has_record=True)
+    (folder / "mixed.jsonl").write_text(
+        "\n".join(json.dumps(row | ({} if place else {"evicted_at": None})) for place, row in enumerate(rows))
+    )
+    run(monkeypatch, folder, f"log={folder}/mixed.jsonl")
+    said = capsys.readouterr().out
+    assert "evictions replayed (none logged in 1 of 4 rows): mean" in said
+    assert "in the rows without evictions, as under eviction; log when keys were evicted" in said
+    run(monkeypatch, folder, f"log={folder}/mixed.jsonl", "--json")
+    assert json.loads(capsys.readouterr().out)["rows_without_evictions"] == 1
 
 
 def test_a_file_without_rows_is_refused(folder, monkeypatch, capsys):

@@ -127,8 +127,11 @@ class Audit:
 
     @cached_property
     def trials(self) -> list[Trial]:
-        """The causes that were tried, what leaves least first; none, if nothing has to be explained."""
-        return [] if self.own.gap <= EXACT else self._tried(self._causes(Origin(self.sampling)))
+        """The causes that change a log-prob, what leaves least first; none if there is nothing to explain."""
+        if self.own.gap <= EXACT:
+            return []
+        tried = self._tried(self._causes(Origin(self.sampling)))
+        return [each for each in tried if not torch.allclose(each.logps, self.own.logps, atol=EXACT)]
 
     @cached_property
     def steps(self) -> list[Trial]:
@@ -155,10 +158,11 @@ class Audit:
 
     @property
     def grows(self) -> bool:
-        """True if the gap is less in the first quarter of the responses than half of that in the rest."""
+        """True if the gap of rows without a record is, in the first quarter, less than half of the rest."""
+        rows = [place for place, row in enumerate(self.rows) if row.evicted_at is None]
         first, place = self._n_response // 4, torch.arange(self._n_response, device=self.sampler.device)
-        distance = (self.own.logps - self.sampler).abs()
-        parts = [distance[self.is_sampled & is_part] for is_part in (place < first, place >= first)]
+        is_sampled, distance = self.is_sampled[rows], (self.own.logps - self.sampler)[rows].abs()
+        parts = [distance[is_sampled & is_part] for is_part in (place < first, place >= first)]
         return bool(parts[0].mean() < EXPLAINS * parts[1].mean())
 
     @cached_property

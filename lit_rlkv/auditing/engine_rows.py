@@ -1,5 +1,6 @@
 """Rows of a log in the fields of vLLM, SGLang, TRL, verl, prime-rl or this package, as `LogRow`."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ LOGPS = (
 )
 MASKS = ("is_sampled", "response_mask", "completion_mask", "tool_mask", "env_mask")
 """Names that engines and trainers give to the parts of a row; a sampled token is 1 in all masks."""
+CHOICES = ("choices", "outputs")
+"""Names of the list of samples of one prompt."""
 WHOLE_MASKS = ("loss_mask", "mask")
 """Names of a mask over prompt and response where a row has both in one list, as in prime-rl's exports."""
 TIMES, KEPT = "evicted_at", "kept"
@@ -34,81 +37,99 @@ N_SAID = 3
 """Faults that an error names."""
 
 
+class NoRowError(ValueError):
+    """No row of a log can be compared; `broken` has what is wrong with each."""
+
+    def __init__(self, broken: Sequence[str]) -> None:
+        more = f"; and {len(broken) - N_SAID} more" if len(broken) > N_SAID else ""
+        super().__init__(f"no row can be compared: {'; '.join(broken[:N_SAID])}{more}")
+        self.broken = [*broken]
+
+
 def read_log(path: Path) -> Rows:
     """Return the rows of a file of JSON lines or a Parquet file, their places, and the faults of others.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or no row of it.
+        NoRowError: no row of it can be read.
+        ValueError: it cannot be read.
         ImportError: the package datasets is needed for it, and missing.
     """
     rows, places, broken = [], [], []
     values = numbered_values(path) if path.suffix in (".json", ".jsonl") else _table(path)
     for place, value in values:
-        try:
-            if isinstance(value, ValueError):
-                raise value
-            if not isinstance(value, Mapping):
-                raise ValueError(f"a row must be an object with token ids and log-probs, got {value!r:.80}")
-            found = [row_of(sample) for sample in samples_of(value)]
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            broken.append(f"{place}: {error}")
-        else:
-            rows += found
-            places += [place] * len(found)
-    return _some(rows, places, broken)
+        for name, sample in samples_of(value):
+            try:
+                rows.append(row_of(sample))
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                broken.append(f"{place}{name}: {error}")
+            else:
+                places.append(f"{place}{name}")
+    if not rows:
+        raise NoRowError(broken)
+    return rows, places, broken
 
 
 def fitting_rows(
     model: PreTrainedModel, rows: Sequence[LogRow], places: Sequence[str], broken: Sequence[str]
 ) -> Rows:
-    """Return the rows that a model can replay, and the faults of the others after those known.
+    """Return the rows that a model can replay together, and the faults of the others after those known.
 
     Raises:
-        ValueError: there is none.
+        NoRowError: there is none.
     """
-    found: Rows = [], [], [*broken]
+    fitting, faults = [], [*broken]
     for row, place in zip(rows, places, strict=True):
         try:
             check_length(model, len(row.prompt_ids) + len(row.response_ids), "log shorter rows")
-            check_rollout(model, Rollout.from_log([row]).to(model.device))
+            check_rollout(model, Rollout.from_log([row]))
         except ValueError as error:
-            found[2].append(f"{place}: {error}")
+            faults.append(f"{place}: {error}")
         else:
-            found[0].append(row)
-            found[1].append(place)
-    return _some(*found)
-
-
-def _some(rows: list[LogRow], places: list[str], broken: list[str]) -> Rows:
-    if not rows:
-        more = f"; and {len(broken) - N_SAID} more" if len(broken) > N_SAID else ""
-        raise ValueError(f"no row can be compared: {'; '.join(broken[:N_SAID])}{more}")
-    return rows, places, broken
+            shape = None if row.evicted_at is None else tuple(row.evicted_at.shape[:2])
+            fitting.append((row, place, shape))
+    shapes = Counter(shape for *_, shape in fitting if shape is not None)
+    usual = max(shapes, key=shapes.__getitem__, default=None)
+    faults += [
+        f"{place}: evicted_at has {shape} layers and KV heads, and that of most rows {usual}; log them alike"
+        for _, place, shape in fitting
+        if shape not in (None, usual)
+    ]
+    kept = [(row, place) for row, place, shape in fitting if shape in (None, usual)]
+    if not kept:
+        raise NoRowError(faults)
+    return [row for row, _ in kept], [place for _, place in kept], faults
 
 
 def _table(path: Path) -> Iterator[tuple[str, Any]]:
     yield from numbered_rows(load(str(path), None, "train"), str(path))
 
 
-def samples_of(value: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the samples of a row: the choices of a response of a server, or the row itself."""
-    samples = _first(value, ("choices", "outputs"))
-    if not isinstance(samples, Sequence):
-        yield value
+def samples_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the choices of a server's response, each after its name if there are several, or the row."""
+    key = next((key for key in CHOICES if isinstance(value, Mapping) and value.get(key)), None)
+    samples = None if key is None else value[key]
+    if not isinstance(samples, list | tuple):
+        yield "", value
         return
-    for sample in samples:
-        yield {**value, "logprobs": None, **sample}
+    shared = {name: part for name, part in value.items() if name not in (*CHOICES, "logprobs")}
+    for place, sample in enumerate(samples):
+        name = f" {key}[{place}]" if len(samples) > 1 else ""
+        yield name, {**shared, **sample} if isinstance(sample, Mapping) else sample
 
 
-def row_of(sample: Mapping[str, Any]) -> LogRow:
+def row_of(sample: Any) -> LogRow:
     """Return a sample as a row.
 
     Padding before a prompt goes where a mask says so, and so does all after the last sampled token.
 
     Raises:
-        ValueError: a part is missing, or `LogRow` refuses it.
+        ValueError: a part is missing, `LogRow` refuses it, or it is the error of a line that is not JSON.
     """
+    if isinstance(sample, ValueError):
+        raise sample
+    if not isinstance(sample, Mapping):
+        raise ValueError(f"a row must be an object with token ids and log-probs, got {sample!r:.80}")
     if _first(sample, PROMPT) is None and (mask := _first(sample, WHOLE_MASKS)) is not None:
         sample = _in_parts(sample, mask)
     details = sample.get("meta_info") or {}  # of SGLang
@@ -116,7 +137,7 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
     prompt = _first(sample, PROMPT) or [entry[1] for entry in details.get("input_token_logprobs") or ()]
     logps: Any = _first(sample, LOGPS) or details.get("output_token_logprobs")
     for name, part, known in (
-        ("response", response, RESPONSE),
+        ("response", response, (*RESPONSE, *CHOICES)),
         ("logps", logps, LOGPS),
         ("prompt", prompt, PROMPT),
     ):
@@ -127,16 +148,20 @@ def row_of(sample: Mapping[str, Any]) -> LogRow:
             raise ValueError(f"no {name}: {given if empty else absent}")
     mask = sample.get("prompt_mask") or (sample.get("attention_mask") or ())[: len(prompt)]
     if any(mask):  # that of verifiers is 0 on every token of a prompt
+        if len(mask) != len(prompt):
+            raise ValueError(f"a mask has {len(mask)} numbers for {len(prompt)} tokens of the prompt")
         prompt = [token for token, is_token in zip(prompt, mask, strict=True) if is_token]
     masks = [sample[name] for name in MASKS if sample.get(name) is not None]
+    if wrong := {*map(len, masks)} - {len(response)}:
+        raise ValueError(f"a mask has {wrong.pop()} numbers for {len(response)} tokens of the response")
     is_sampled = [all(marks) for marks in zip(*masks, strict=True)] if masks else [True] * len(response)
-    if len(is_sampled) != len(response):
-        raise ValueError(f"a mask has {len(is_sampled)} numbers for {len(response)} tokens of the response")
+    if not any(is_sampled):
+        raise ValueError(f"no response: none of its {len(response)} tokens is sampled, by their masks")
     if isinstance(logps, Mapping):  # of a server of vLLM: for chats, and for texts
         logps = logps.get("content") or logps.get("token_logprobs") or ()
     if len(logps) != len(response):
         raise ValueError(f"{len(logps)} log-probs for {len(response)} tokens of the response")
-    end = max((place + 1 for place, one in enumerate(is_sampled) if one), default=0)
+    end = max(place + 1 for place, one in enumerate(is_sampled) if one)
     numbers = [_number(entry, token) for entry, token in zip(logps, response, strict=True)]
     times = sample.get(TIMES)
     if times is None and sample.get(KEPT):

@@ -21,7 +21,7 @@ from lit_rlkv.reporting.tables import make_table
 N_WORST, N_CAUSES, N_UNEVEN, N_BINS = 5, 6, 5, 8
 """Tokens, causes, rows with uneven heads, and bins of positions that are shown."""
 N_BROKEN, N_REASONS = 20, 5
-"""Rows that are named of those that could not be read, and reasons of the others."""
+"""Rows that are named of those that could not be compared, and reasons of the others."""
 LEAST_DRAWN = 1e-7
 """Nats: a smaller gap is drawn as this."""
 MAX_LABEL = 50
@@ -33,7 +33,7 @@ def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dic
 
     Args:
         places: file and line of each row.
-        broken: what is wrong with the rows that could not be read.
+        broken: what is wrong with the rows that could not be compared.
     """
     own, sampler, mask = audit.own.logps, audit.sampler, audit.is_sampled
     log_ratio = (own - sampler).masked_fill(~mask, 0.0)
@@ -47,6 +47,7 @@ def as_values(audit: Audit, places: Sequence[str], broken: Sequence[str]) -> dic
         "left_out": [*broken],
         "sampling": audit.sampling.options,
         "is_replayed": audit.has_record,
+        "rows_without_evictions": sum(row.evicted_at is None for row in audit.rows),
         "gap": {name.removeprefix("kv/replay_gap_"): float(value) for name, value in gaps.items()},
         **{name: float(statistics[key]) for name, key in names.items()},
         "overlap_p05": _overlap_p05(audit),  # before the causes, which change the model's dtype
@@ -91,7 +92,7 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
     given = " ".join(f"{name}={value:g}" for name, value in values["sampling"].items() if value is not None)
     yield f"{values['tokens']:,} sampled tokens of {values['rows']} rows; {given}"
     if left_out:
-        yield f"{len(left_out)} rows of the file cannot be read:"
+        yield f"{len(left_out)} rows of the file cannot be compared:"
         yield from (f"  {each}" for each in left_out[:N_BROKEN])
         alike: dict[str, list[str]] = {}
         for each in left_out[N_BROKEN:]:  # by the reason without its numbers
@@ -101,6 +102,8 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
         if n_others := sum(map(len, groups[N_REASONS:])):
             yield f"  and {n_others} for other reasons"
     how = "evictions replayed" if values["is_replayed"] else "all keys seen"
+    if values["is_replayed"] and values["rows_without_evictions"]:
+        how += f" (none logged in {values['rows_without_evictions']} of {values['rows']} rows)"
     sizes = ", ".join(f"{name} {gap[name]:.2g}" for name in ("mean", "p99", "max"))
     yield f"|log π − log μ| in nats, {how}: {sizes}"
     overlap = values["overlap_p05"]
@@ -133,8 +136,9 @@ def _lines(values: Mapping[str, Any]) -> Iterator[str | Table]:
             yield f"which leaves {left} nats" + (" unexplained" if steps[-1]["leaves"] > EXACT else "")
     else:
         yield "none of the causes that were tried explains the gap"
-        if values["grows"] and not values["is_replayed"]:
-            yield "it grows along the response, as under eviction; log when keys were evicted"
+        if values["grows"]:
+            unlogged = "" if not values["is_replayed"] else " in the rows without evictions"
+            yield f"it grows along the response{unlogged}, as under eviction; log when keys were evicted"
     yield from (
         f"KV heads differ in {each}: a key too many or too few?" for each in values["uneven_heads"][:N_UNEVEN]
     )

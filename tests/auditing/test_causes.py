@@ -163,6 +163,28 @@ def test_what_nothing_explains_is_not_explained():
     assert audit(backbone, rows).found is None
 
 
+def test_a_cause_that_changes_nothing_is_none():
+    backbone = model()
+    assert backbone.config.vocab_size == 64
+    found = audit(backbone, rows_of(sampled(backbone, temperature=0.7)))
+    causes = {each.cause for each in found.trials}
+    assert "renormalised over top_k=50" in causes
+    assert "renormalised over top_k=100" not in causes
+
+
+def drifting(row):
+    """Log-probs that are further off with each token, for no reason of evictions."""
+    return {**row, "logps": [logp - place for place, logp in enumerate(row["logps"])]}
+
+
+@pytest.mark.parametrize("has_unlogged", [False, True])
+def test_the_gap_grows_in_rows_without_a_record_alone(has_unlogged):
+    backbone = model()
+    first, *others = rows_of(sampled(backbone, SPEC), has_record=True)
+    rows = [{**first, "evicted_at": None} if has_unlogged else first, *map(drifting, others)]
+    assert audit(backbone, rows).grows == has_unlogged
+
+
 def test_a_key_too_many_is_found_without_a_forward():
     (row, *_) = rows_of(sampled(model(), SPEC), has_record=True)
     assert uneven_heads(LogRow(**row)) is None

@@ -125,7 +125,7 @@ def test_parts_that_a_table_has_as_null_are_passed_over(tmp_path):
 BROKEN = {
     "got nan for token 1 of the response": FORMS["own"] | {"logps": [-0.5, float("nan"), -1.0, -1.0]},
     "got -inf for token 0 of the response": FORMS["own"] | {"logps": [-float("inf"), -1.0, -1.0, -1.0]},
-    "got nan for token 3 of the response": FORMS["own"] | {"logps": [*LOGPS[:3], None]},
+    "got None for token 3 of the response": FORMS["own"] | {"logps": [*LOGPS[:3], None]},
     "no logps: logps is null; log it": FORMS["own"] | {"logps": None},
     "no response: response_ids is null": FORMS["own"] | {"response_ids": None},
     "no prompt: prompt_ids is []": FORMS["own"] | {"prompt_ids": []},
@@ -138,7 +138,13 @@ BROKEN = {
     "not JSON": '{"prompt_ids": [1',
     "must be an object": [1, 2],
     "has no attribute 'get'": {"prompt_ids": PROMPT, "response_ids": RESPONSE, "meta_info": PAIRS},
-    "a mask has 3 numbers": FORMS["own"] | {"response_mask": [1, 1, 1]},
+    "no response: choices is []": {"prompt_token_ids": PROMPT, "choices": []},
+    "no response: choices is null": {"prompt_token_ids": PROMPT, "choices": None},
+    "must be an object with token ids and log-probs, got None": {"prompt_ids": PROMPT, "choices": [None]},
+    "a mask has 3 numbers for 4 tokens of the response": FORMS["own"] | {"response_mask": [1, 1, 1]},
+    "a mask has 5 numbers for 4 tokens": FORMS["own"] | {"response_mask": [1] * 4, "tool_mask": [1] * 5},
+    "a mask has 2 numbers for 3 tokens of the prompt": FORMS["own"] | {"prompt_mask": [1, 1]},
+    "none of its 4 tokens is sampled": FORMS["own"] | {"is_sampled": [False] * 4},
     "own position": FORMS["own"] | {"evicted_at": [[[0, 9, 9, 9, 9, 9, 9]]]},
 }
 
@@ -151,9 +157,28 @@ def test_a_broken_row_is_named_and_the_others_are_read(said, tmp_path):
     assert said in why
 
 
+def test_a_broken_choice_is_named_and_the_others_of_its_row_are_read(tmp_path):
+    (choice,) = FORMS["vllm_completion"]["choices"]
+    row = {"prompt_token_ids": PROMPT, "choices": [None, choice, choice | {"token_ids": None}]}
+    (read,), places, broken = read_log(write(tmp_path, row))
+    assert read.logps.tolist() == LOGPS
+    assert places == [f"{tmp_path}/rows.jsonl:1 choices[1]"]
+    assert [each.partition(": ")[0].rpartition(":")[2] for each in broken] == ["1 choices[0]", "1 choices[2]"]
+
+
 def test_a_row_longer_than_the_model_is_named_and_the_others_stay():
     rows = [LogRow([5] * 4, [6] * n, [-1.0] * n) for n in (3, 60)]
     kept, places, broken = fitting_rows(model(max_position_embeddings=32), rows, ["1", "2"], ["0: known"])
     assert (len(kept), places, broken[0]) == (1, ["1"], "0: known")
     assert broken[1].startswith("2: ")
     assert "64 tokens" in broken[1]
+
+
+def test_a_row_with_evictions_of_other_heads_than_most_is_named():
+    heads = [[[7] * 7] * 2]
+    parts = (None, heads, heads * 3, heads * 3)
+    rows = [LogRow([5] * 4, [6] * 3, [-1.0] * 3, part) for part in parts]
+    kept, places, (odd,) = fitting_rows(model(), rows, ["1", "2", "3", "4"], [])
+    assert kept == [rows[0], *rows[2:]]
+    assert places == ["1", "3", "4"]
+    assert odd.startswith("2: evicted_at has (1, 2) layers and KV heads, and that of most rows (3, 2)")
