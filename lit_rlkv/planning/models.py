@@ -16,7 +16,7 @@ from lit_rlkv.config.options import named_items
 from lit_rlkv.models.activations import checkpointed_layers
 from lit_rlkv.models.adapters import LoraSpec
 from lit_rlkv.models.attention import ATTENTION_NAME
-from lit_rlkv.models.backbone import n_kv_heads, text_config
+from lit_rlkv.models.backbone import n_kv_heads, optional_setting, text_config
 from lit_rlkv.models.heads import ScalarHead
 from lit_rlkv.models.hydra import Roles
 from lit_rlkv.models.layouts import CRITICS
@@ -58,8 +58,8 @@ def roles_of(cfg: Config) -> Roles:
             model: PreTrainedModel = build(cfg.model.preset)(N_PRESET_TOKENS, 0, 1)
         else:
             model = _causal_lm(str(cfg.model.path), config)
-        n_heads, n_kv = int(text_config(model).num_attention_heads), n_kv_heads(model)
-        if n_heads % n_kv:
+        n_heads, n_kv = optional_setting(text_config(model), "num_attention_heads"), n_kv_heads(model)
+        if isinstance(n_heads, int) and n_heads % n_kv:
             raise ValueError(f"{n_heads} heads are no multiple of {n_kv} KV heads; mend its config")
         model.set_attn_implementation(ATTENTION_NAME)
         return model.type(dtype)
