@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path, default=pretrained.MODEL, help="GGUF file or folder")
     parser.add_argument("--chunks", type=int, nargs="+", default=[0], help="numbers of batches of prompts")
     parser.add_argument("--slots", type=int, nargs="+", default=FULL.slots, help="sizes of a head in 16 bit")
-    parser.add_argument("--policies", nargs="+", default=FULL.policies)
+    parser.add_argument(
+        "--policies", nargs="+", default=FULL.policies, help="names; 'h2o value_norms' turns an option on"
+    )
     parser.add_argument(
         "--with-record", nargs="*", default=[], help="policies at equal bytes with the record"
     )
@@ -80,7 +82,9 @@ def main() -> None:
         print(tables.report(results))
         is_first = args.model == pretrained.MODEL
         plot.draw(results, FIGURE if is_first else FIGURE.with_stem(f"ranking_{args.model.stem}"))
-        print(speed.table(record.rows(speed.NAME)) if is_first else "")
+        if is_first:
+            print(tables.options(Results.of(record.rows(NAME), args.model.stem, options=True), results))
+            print(speed.table(record.rows(speed.NAME)))
         return
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -68,10 +68,11 @@ class Results:
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], model: str | None = None) -> "Results":
-        """Select the rows of one model; None: that of the first row."""
+    def of(cls, rows: Sequence[Row], model: str | None = None, *, options: bool = False) -> "Results":
+        """Select the rows of one model (None: that of the first row), without or with options of policies."""
         model = model or (rows[0]["cell"]["model"] if rows else None)
-        return cls(tuple(row for row in rows if row["cell"]["model"] == model))
+        own = (row for row in rows if row["cell"]["model"] == model)
+        return cls(tuple(row for row in own if (" " in row["cell"]["policy"]) == options))
 
     @property
     def sizes(self) -> list[int]:

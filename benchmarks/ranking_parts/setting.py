@@ -43,6 +43,7 @@ class Cell:
     """A cache that has the bytes of `slots` slots in 16 bit, on one chunk of prompts."""
 
     policy: str
+    """Its name, and after a blank an option that is turned on."""
     dtype: str | None
     slots: int | None
     """None: nothing is evicted."""
@@ -82,7 +83,10 @@ def cache_of(cell: Cell, model: PreTrainedModel, n_prompt: int) -> CacheSpec:
         return CacheSpec(DENSE, dtype=cell.dtype)
 
     def with_slots(n_slots: int, dtype: str | None) -> CacheSpec:
-        return CacheSpec(cell.policy, n_slots - INTERVAL, INTERVAL, SINK, WINDOW, dtype=dtype)
+        name, _, option = cell.policy.partition(" ")
+        options = {option: True} if option else {}
+        sizes = n_slots - INTERVAL, INTERVAL, SINK, WINDOW
+        return CacheSpec(name, *sizes, dtype=dtype, policy_options=options)
 
     dim = max(head_dims(model))
     of_key = {dtype: quantized_bytes(dim, dtype, COMPUTE) for dtype in DTYPES}

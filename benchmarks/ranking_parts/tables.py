@@ -120,6 +120,22 @@ def dtypes(results: Results) -> str:
     return markdown_table([*headings, "KL / KL in 16 bit"], [line for line in body if line[-1]])
 
 
+def options(results: Results, without: Results) -> str:
+    """Return KL and recall of policies with an option, beside those without."""
+    body = []
+    for slots in results.sizes:
+        for dtype in DTYPES:
+            plain = without.groups(dtype, slots)
+            for policy, group in results.groups(dtype, slots).items():
+                other = plain[policy.partition(" ")[0]]
+                told = difference(group.by_prompt, other.by_prompt)
+                less = f"{small(told.value)} ({small(told.low)}–{small(told.high)})"
+                cells = [interval(group), less, recalls(group), recalls(other)]
+                body.append([str(slots), NAMES[dtype], f"`{policy}`", *cells])
+    headings = ["KL", "KL without − with it", "recalled", "recalled without"]
+    return markdown_table(["slots in 16 bit", "dtype", "policy and option", *headings], body)
+
+
 def _compared(groups: Mapping[str, Group], plain: Mapping[str, list[float] | None]) -> list[str]:
     """Return keys, policies with a lower KL, those beyond the error of the prompts, and the mean ratio."""
     pairs = [(group, kl) for policy, group in groups.items() if (kl := plain.get(policy))]

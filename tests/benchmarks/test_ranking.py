@@ -10,9 +10,9 @@ import ranking
 import record
 import torch
 from pretrained_parts import forced
-from ranking_parts import measure, plot, setting, tables
+from ranking_parts import measure, plot, setting, speed, tables
 from ranking_parts.results import Results, difference, plain_at, prompts_needed
-from ranking_parts.texts import SEGMENTS, Texts, Writer, example
+from ranking_parts.texts import RECALLS, SEGMENTS, Texts, Writer, example
 from transformers import PreTrainedModel
 
 from lit_rlkv import CacheSpec
@@ -181,6 +181,31 @@ def test_a_response_has_its_parts_in_order_and_equal_length(folder):
         Writer(models.float32, models.tokenizer).write(0, 2, 40)
 
 
+def test_an_option_is_compared_with_its_policy_alone():
+    spec = setting.cache_of(setting.Cell("tova value_norms", None, 96, tokens=225), tiny_model("llama"), 200)
+    assert (spec.policy, spec.policy_options) == ("tova", {"value_norms": True})
+    rows = [small_row(1, 100, 0.4), small_row(1, 100, 0.1)]
+    rows[1]["cell"]["policy"] = "h2o value_norms"
+    for row in rows:
+        row["kl"]["text"] *= 2
+        row["recall"] = {name: {"right": [[1, 0]]} for name in RECALLS}
+    results = Results.of(rows, options=True)
+    assert [row["cell"]["policy"] for row in results.rows] == ["h2o value_norms"]
+    told = tables.options(results, Results.of(rows))
+    assert "| 1 | 16 bit | `h2o value_norms` | 0.10 (0.10–0.10) | 0.30 (0.30–0.30) | 1/2" in told
+
+
+def test_rollouts_are_timed_in_turn_with_those_of_all_keys(folder):
+    models = ranking.Models(folder)
+    sizes = replace(setting.FAST, slots=(384,), rows=2, tokens=3)
+    rows = [*speed.measure(models.float32, models.tokenizer, sizes, 2)]
+    named = [(row["cell"]["policy"], row["cell"]["dtype"]) for row in rows if row["round"] == 1]
+    assert len(rows) == 2 * len(named) == 2 * len({*named})
+    assert {("dense", "int4"), ("snapkv", None), ("expected", "int8")} <= {*named}
+    rows = [{**row, "seconds": 2.0, "all_keys_seconds": 3.0} for row in rows]
+    assert "| `snapkv` | int4 | 3 | 1.50 (1.50–1.50) |" in speed.table(rows)
+
+
 TINY = replace(setting.FAST, slots=(384, 448), rows=2, tokens=401, with_record=("snapkv",))
 
 
@@ -217,7 +242,11 @@ def test_a_run_that_was_cut_off_goes_on_and_is_reported(folder, tmp_path, monkey
 
 def test_the_tables_of_the_docs_are_what_the_rows_say():
     text = (record.ROOT / "docs" / "results" / "ranking.md").read_text(encoding="utf-8")
-    printed = tables.report(Results.of(record.rows(setting.NAME)))
+    results = Results.of(record.rows(setting.NAME))
+    options = tables.options(Results.of(record.rows(setting.NAME), options=True), results)
+    gemma = Results.of(record.rows(setting.NAME), "gemma-3-270m-q4_k_m")
+    parts = [tables.report(results), options, speed.table(record.rows(speed.NAME)), tables.dtypes(gemma)]
+    printed = "\n".join([*parts, *(tables.ranking(gemma, slots) for slots in gemma.sizes)])
     lines = {line for line in printed.splitlines() if line.startswith("| ") and "---" not in line}
     assert len(lines) > 30
     choose = (record.ROOT / "docs" / "how-to" / "choose-a-key-dtype.md").read_text(encoding="utf-8")
