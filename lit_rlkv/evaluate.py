@@ -75,10 +75,10 @@ def evaluate(asked: EvaluateConfig) -> Evaluation:
     """
     from lit_rlkv.evaluation.estimates import estimate
     from lit_rlkv.evaluation.evaluator import caches_to_evaluate
-    from lit_rlkv.kvcache.policies import DENSE
     from lit_rlkv.runs import environment
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
     from lit_rlkv.runs.preflight import check_accuracy
+    from lit_rlkv.settings import DENSE
     from lit_rlkv.stages.evaluation import score_caches
 
     saved = find_run(Path(asked.ckpt).expanduser())

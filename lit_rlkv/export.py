@@ -34,12 +34,13 @@ def export(asked: ExportConfig, api: "HfApi | None" = None) -> "tuple[Path, Expo
     import torch
     from huggingface_hub import HfApi
 
-    from lit_rlkv.kvcache.policies import DENSE, UNTRAINED
+    from lit_rlkv.kvcache.policies import UNTRAINED
     from lit_rlkv.models.kv_scorer import read_kv_scorer, split_kv_scorer
     from lit_rlkv.models.layouts import CRITICS, LAYOUTS
     from lit_rlkv.runs.model_card import model_card
     from lit_rlkv.runs.open_run import check_run, find_run, open_run
     from lit_rlkv.runs.upload import check_upload, upload
+    from lit_rlkv.settings import DENSE
     from lit_rlkv.stages.export import export_policy
 
     run = find_run(Path(asked.ckpt).expanduser())

@@ -5,7 +5,7 @@ The docstring below a field is the meaning of the setting, with its unit; errors
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from types import NoneType, UnionType
@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 
 from lit_rlkv.checks import MAX_TEMPERATURE, Number, OneLineError, Range, check_temperature
 
+DENSE = "dense"
+"""Name that stands for no eviction policy: every key is kept."""
 CHECKED = ConfigDict(arbitrary_types_allowed=True, extra="forbid", use_attribute_docstrings=True)
 UNKNOWN = "unexpected_keyword_argument"
 """Type of pydantic's error for a name that is no field."""
@@ -260,3 +262,19 @@ class CacheSettings:
     dtype: Literal["int8", "fp8", "int4"] | None = None
     """int8, fp8 or int4: quantizes keys and values as they arrive, which the learner replays; null: they
     stay in the model's dtype"""
+
+
+def cache_label(policy: str, cache: Mapping[str, Any]) -> str:
+    """Return the name of a cache in tables and plots, and of its random numbers in evaluations.
+
+    Args:
+        policy: its name, without a module.
+        cache: values of `CacheSettings`; those that are missing have no say.
+    """
+    options, profile = cache.get("policy_options") or {}, cache.get("budget_profile") or ""
+    parts = [policy, cache.get("dtype")]
+    if policy != DENSE:
+        shares = profile if isinstance(profile, str) else "-".join(map(str, profile))
+        size = f"{'prompt+' * bool(cache.get('protect_prompt'))}{cache['budget']}+{cache['interval']}"
+        parts[1:1] = [*(f"{name}={show(value)}" for name, value in sorted(options.items())), shares, size]
+    return " ".join(filter(None, parts))

@@ -14,7 +14,7 @@ from ranking_parts.texts import TEXT
 
 from lit_rlkv.evaluation.intervals import mean_interval, t_quantile
 from lit_rlkv.evaluation.results import IntervalEstimate
-from lit_rlkv.kvcache.policies import DENSE
+from lit_rlkv.settings import DENSE
 
 Row = Mapping[str, Any]
 PARTS = ("slots", "record", "beside")

@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 from lit_rlkv.config.schema import RolloutConfig
 from lit_rlkv.kernels.quantization import quantized_bytes
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import DENSE, UNTRAINED
+from lit_rlkv.kvcache.policies import UNTRAINED
 from lit_rlkv.models.backbone import head_dims
 from lit_rlkv.planning.needs import CACHE, RECORDS, rollout_needs
+from lit_rlkv.settings import DENSE
 
 NAME = "ranking"
 SINK, WINDOW, INTERVAL = 4, 8, 16

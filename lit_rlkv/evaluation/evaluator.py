@@ -19,7 +19,6 @@ from lit_rlkv.experience.reward import RewardRule, RewardsFailedError, accuracy_
 from lit_rlkv.experience.sample import encode_problems, sample_responses
 from lit_rlkv.experience.score import score_rollout
 from lit_rlkv.kvcache import CacheSpec
-from lit_rlkv.kvcache.policies import DENSE
 from lit_rlkv.kvcache.policy import Policy
 from lit_rlkv.models.hydra import Roles, acting_as
 from lit_rlkv.models.packing import TOKENS_PER_PASS, cut_into_passes
@@ -28,7 +27,7 @@ from lit_rlkv.objectives.reduction import masked_mean
 from lit_rlkv.out_of_memory import explain_out_of_memory
 from lit_rlkv.rewards.verifier import MAX_SCORE
 from lit_rlkv.rng import stream
-from lit_rlkv.settings import Sampling
+from lit_rlkv.settings import DENSE, Sampling
 from lit_rlkv.types import Problem, Rollout, prompt_text
 
 RIGHT = 1.0

@@ -19,6 +19,7 @@ from lit_rlkv.kvcache.policy import Policy, SlotView
 from lit_rlkv.kvcache.scorer import KVScorer, KVShape
 from lit_rlkv.kvcache.seeded_draws import BITS, seeded_draws
 from lit_rlkv.kvcache.value_norms import EPSILON
+from lit_rlkv.settings import DENSE
 from lit_rlkv.trust import load_trusted_class
 
 SNAPKV_POOL, RKV_POOL = 5, 7
@@ -392,8 +393,6 @@ UNTRAINED = tuple(name for name, policy in POLICIES.items() if not policy.is_tra
 """Policies that need no training."""
 WITHOUT_OPTIONS = tuple(name for name, policy in POLICIES.items() if policy.__init__ is object.__init__)
 """Policies that take no `policy_options`."""
-DENSE = "dense"
-"""Name that stands for no policy: every key is kept."""
 
 
 def load_policy_class(name: str) -> type[Policy]:

@@ -8,9 +8,9 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
-from lit_rlkv.kvcache.policies import DENSE, POLICIES, WITHOUT_OPTIONS, load_policy_class
+from lit_rlkv.kvcache.policies import POLICIES, WITHOUT_OPTIONS, load_policy_class
 from lit_rlkv.kvcache.policy import Policy
-from lit_rlkv.settings import CacheSettings, dataclass, show
+from lit_rlkv.settings import DENSE, CacheSettings, cache_label, dataclass
 
 BETA = 20
 """After PyramidKV (arXiv:2406.02069), the last layer chooses 1 / BETA of the mean number of keys."""
@@ -87,19 +87,7 @@ class CacheSpec(CacheSettings):
     @property
     def label(self) -> str:
         """Name of this cache in tables and plots, and of its random numbers in evaluations."""
-        dtype = "" if self.dtype is None else f" {self.dtype}"
-        if self.is_dense:
-            return f"dense{dtype}"
-        prompt = "prompt+" if self.protect_prompt else ""
-        profile = "" if self.budget_profile is None else f" {self.profile_name}"
-        options = "".join(f" {name}={show(value)}" for name, value in sorted(self.policy_options.items()))
-        return f"{self.policy_name}{options}{profile} {prompt}{self.budget}+{self.interval}{dtype}"
-
-    @property
-    def profile_name(self) -> str:
-        """Name of the budget profile."""
-        profile = self.budget_profile
-        return profile if isinstance(profile, str) else "-".join(map(str, profile or ()))
+        return cache_label(self.policy_name, vars(self))
 
     @property
     def policy_name(self) -> str:

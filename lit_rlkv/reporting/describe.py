@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rlkv.config.options import leaves
-from lit_rlkv.settings import show
+from lit_rlkv.settings import DENSE, cache_label, show
 from lit_rlkv.units import human_bytes, human_seconds
 
 Tree = Mapping[str, Any]
@@ -138,21 +138,17 @@ def _arm(config: Tree) -> str:
 
 
 def _cache(config: Tree) -> str:
-    """Return the label of the cache of rollouts, as `CacheSpec` has it, and the meaning of its sizes."""
+    """Return the label of the cache of rollouts, and the meaning of its sizes."""
     node = config.get("cache", {})
     if (config.get("correction") or {}).get("samples_dense"):
-        return "dense"
-    dtype = f" {node['dtype']}" if node.get("dtype") else ""
-    if node.get("policy") == "dense":
-        return f"dense{dtype}"
+        return DENSE
+    policy = str(node.get("policy", "")).rpartition(".")[2]
+    if policy == DENSE:
+        return cache_label(policy, node)
     if not {"policy", "budget", "interval"} <= node.keys():
         return ""
-    given, profile = node.get("policy_options") or {}, node.get("budget_profile") or ""
-    options = [f"{name}={show(value)}" for name, value in sorted(given.items())]
-    shares = profile if isinstance(profile, str) else "-".join(map(str, profile))
-    prompt = ("prompt+", "prompt + ") if node.get("protect_prompt") else ("", "")
-    size = f"{prompt[0]}{node['budget']}+{node['interval']}{dtype} ({prompt[1]}budget + interval slots)"
-    return " ".join(filter(None, [node["policy"].rpartition(".")[2], *options, shares, size]))
+    prompt = "prompt + " * bool(node.get("protect_prompt"))
+    return f"{cache_label(policy, node)} ({prompt}budget + interval slots)"
 
 
 def _device(node: Tree) -> str:
