@@ -72,7 +72,7 @@ def table(rows: list[dict]) -> str:
         ratios = sorted(row["all_keys_seconds"] / row["seconds"] for row in group)
         speed = n_tokens / median(row["seconds"] for row in group)
         name = "all keys" if policy == DENSE else f"`{policy}`"
-        line = f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})"
+        line = f"{median(ratios):.2f}" + (f" ({ratios[0]:.2f}–{ratios[-1]:.2f})" if len(group) > 1 else "")
         body.append((median(ratios), [name, NAMES[dtype], f"{speed:.0f}", line]))
     body.sort(key=lambda each: -each[0])
     headings = ["policy", "dtype", "tokens/s", "time of all keys in 16 bit / its own"]

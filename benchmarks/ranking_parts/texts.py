@@ -67,6 +67,11 @@ def example(number: int) -> Example:
     return Example(message, asked, tuple(later[:N_LATER]), tuple(facts[N_NOTES:]))
 
 
+def examples_of(chunk: int, n_rows: int) -> list[Example]:
+    """Return the examples of a chunk."""
+    return [example(chunk * n_rows + row) for row in range(n_rows)]
+
+
 class Writer:
     """Writes chunks of texts with a model and its tokenizer."""
 
@@ -79,7 +84,7 @@ class Writer:
         Raises:
             ValueError: `n_tokens` leave no room for words of the model.
         """
-        examples = self._examples(chunk, n_rows)
+        examples = examples_of(chunk, n_rows)
         prompts = [self._prompt(one.message) for one in examples]
         heads = [self._stated({"asked": [one.asked], OTHER: one.own}) for one in examples]
         tails = [self._stated({"later": one.later, "own": one.own}) for one in examples]
@@ -95,15 +100,12 @@ class Writer:
             for head, own, n, tail in zip(heads, words, room, tails, strict=True)
         ]
         tokens, segment, answer = torch.tensor(rows).unbind(-1)
-        return Texts(self.prompts(chunk, n_rows), tokens, segment, answer)
+        return Texts(PromptBatch(*padded(prompts, self.tokenizer.eos_token_id)), tokens, segment, answer)
 
     def prompts(self, chunk: int, n_rows: int) -> PromptBatch:
         """Return the prompts of a chunk."""
-        prompts = [self._prompt(one.message) for one in self._examples(chunk, n_rows)]
+        prompts = [self._prompt(one.message) for one in examples_of(chunk, n_rows)]
         return PromptBatch(*padded(prompts, self.tokenizer.eos_token_id))
-
-    def _examples(self, chunk: int, n_rows: int) -> list[Example]:
-        return [example(chunk * n_rows + row) for row in range(n_rows)]
 
     def _prompt(self, message: str) -> list[int]:
         if self.tokenizer.chat_template is None:  # a base model, such as Gemma 3 270M
