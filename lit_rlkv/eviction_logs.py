@@ -1,4 +1,4 @@
-"""Eviction times from what other engines log: positions kept at compactions, overwritten slots, or a rule.
+"""Eviction times from what other engines log: kept positions, overwritten slots, a rule or a seed.
 
 All times are those of `LogRow.evicted_at`: the position of the first query that no longer sees the key.
 """
@@ -148,8 +148,9 @@ def from_seed(
         prefill_chunk: that of the rollout.
 
     Raises:
-        ValueError: the cache is not `random` with a seed.
+        ValueError: the cache is not `random` with a seed, or the row has no prompt.
     """
+    Range(least=1, most=n_tokens).check("n_prompt", n_prompt, int)
     policy = cache.make_policy()
     if not isinstance(policy, Random) or policy.seed is None:
         raise ValueError(

@@ -172,3 +172,5 @@ def test_a_rule_keeps_whole_numbers_of_keys(keys):
 def test_only_a_seed_is_a_record():
     with pytest.raises(ValueError, match=r"random with a seed, got random 8\+3"):
         from_seed(30, 9, spec_of("random"), n_layers=1, n_kv_heads=1)
+    with pytest.raises(ValueError, match="n_prompt must be"):
+        from_seed(30, 0, spec_of("random", **SEEDED), n_layers=1, n_kv_heads=1)

@@ -60,6 +60,11 @@ def read_log(path: Path) -> Rows:
     for place, value in values:
         for name, sample in samples_of(value):
             try:
+                if isinstance(sample, ValueError):  # of a line that is not JSON
+                    raise sample
+                if not isinstance(sample, Mapping):
+                    given = f"got {sample!r:.80}"
+                    raise ValueError(f"a row must be an object with token ids and log-probs, {given}")
                 rows.append(row_of(sample))
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 broken.append(f"{place}{name}: {error}")
@@ -118,18 +123,14 @@ def samples_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield name, {**shared, **sample} if isinstance(sample, Mapping) else sample
 
 
-def row_of(sample: Any) -> LogRow:
+def row_of(sample: Mapping[str, Any]) -> LogRow:
     """Return a sample as a row.
 
     Padding before a prompt goes where a mask says so, and so does all after the last sampled token.
 
     Raises:
-        ValueError: a part is missing, `LogRow` refuses it, or it is the error of a line that is not JSON.
+        ValueError: a part is missing, or `LogRow` refuses it.
     """
-    if isinstance(sample, ValueError):
-        raise sample
-    if not isinstance(sample, Mapping):
-        raise ValueError(f"a row must be an object with token ids and log-probs, got {sample!r:.80}")
     if _first(sample, PROMPT) is None and (mask := _first(sample, WHOLE_MASKS)) is not None:
         sample = _in_parts(sample, mask)
     details = sample.get("meta_info") or {}  # of SGLang

@@ -69,10 +69,9 @@ def check_keys(cfg: DictConfig, choices: Mapping[str, str | None], overrides: Se
         if below and path.startswith("diagnostics.") and value is None:
             continue  # it is left out
         require(not below, f"{path}={show(value)} takes the place of {below}; set one of these")
-        meant = suggestion(path, known, value)
-        if meant == ALL_KEYS and _has_target(cfg, path):
-            meant = f"if the class that _target_ names takes it, add it by +{path}=..."
-        raise ConfigError(f"unknown key {path!r}: {meant}")
+        added_by = f"if the class that _target_ names takes it, add it by +{path}=..."
+        otherwise = added_by if _has_target(cfg, path) else ALL_KEYS
+        raise ConfigError(f"unknown key {path!r}: {suggestion(path, known, value, otherwise)}")
 
 
 def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
@@ -92,7 +91,7 @@ def check_effects(cfg: DictConfig, overrides: Sequence[str]) -> None:
             )
 
 
-def suggestion(key: str, known: Collection[str], value: object = None) -> str:
+def suggestion(key: str, known: Collection[str], value: object = None, otherwise: str = ALL_KEYS) -> str:
     """Return the key that an unknown one may mean: of the same meaning, or spelt most like it."""
     elsewhere = keys_of_options()
     if key in elsewhere:
@@ -109,7 +108,7 @@ def suggestion(key: str, known: Collection[str], value: object = None) -> str:
         return f"did you mean '{OPTIONS}{name}', if the policy takes it?"
     alike = alike or get_close_matches(name, by_name, 1, ALIKE_ELSEWHERE)
     closest = [get_close_matches(key, by_name[one], 1, 0.0)[0] for one in alike]
-    return f"did you mean {closest[0]!r}?" if closest else ALL_KEYS
+    return f"did you mean {closest[0]!r}?" if closest else otherwise
 
 
 def _group(key: str) -> str:

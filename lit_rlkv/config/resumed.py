@@ -34,7 +34,6 @@ MAY_CHANGE = (
 """Settings that may change on resume, because training computes the same."""
 DECIDES = ("fabric.precision", "fabric.quantization")
 """Exceptions below those settings."""
-NOTHING_CHOSEN = Choices({}, ())
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -63,9 +62,7 @@ def read_config(run_dir: Path) -> DictConfig:
     return completed
 
 
-def load_resumed_config(
-    cfg: DictConfig, given: Choices = NOTHING_CHOSEN
-) -> tuple[Path, DictConfig, Choices | None]:
+def load_resumed_config(cfg: DictConfig, given: Choices) -> tuple[Path, DictConfig, Choices | None]:
     """Return folder and config of the run that `resume` names, with the overrides that may change.
 
     The choices of the run come third; None for a run of an earlier version, which has not saved them.

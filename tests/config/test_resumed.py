@@ -233,4 +233,4 @@ def test_a_saved_logger_of_another_package_writes_only_if_the_command_line_says_
     with pytest.raises(ConfigError, match="may write anywhere"):
         resumed(folder)
     with trusting(["mine"]):
-        assert load_resumed_config(command_line(f"resume={folder}")[0])[1].logger._target_ == "mine.Logger"
+        assert resumed(folder)[0].logger._target_ == "mine.Logger"

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lit_rlkv.config import CONF_DIR, ConfigError
 from lit_rlkv.config.resumed import load_resumed_config
+from lit_rlkv.config.run_labels import Choices
 from lit_rlkv.fit import fit
 from lit_rlkv.reporting.loggers import RunLogger, lightning_loggers
 from lit_rlkv.runs import outputs
@@ -96,7 +97,7 @@ def test_a_resumed_run_logs_to_the_same_wandb_run(sft_runs):
     killed(config(sft_runs, "logger=wandb", *QUICK), folder)
     (cut_short,) = finished_runs(folder)
     assert cut_short.exit_code == 1
-    again, cfg, _ = load_resumed_config(compose_resume(folder))
+    again, cfg, _ = load_resumed_config(compose_resume(folder), Choices({}, ()))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     (whole,) = finished_runs(folder)  # it replaces the part of before
     assert whole.id == cut_short.id
@@ -110,7 +111,7 @@ def test_token_and_time_axes_continue_in_a_resumed_run(sft_runs):
     folder = sft_runs / "axes"
     killed(config(sft_runs, *QUICK), folder)
     before = rows_of(folder)[0]
-    again, cfg, _ = load_resumed_config(compose_resume(folder))
+    again, cfg, _ = load_resumed_config(compose_resume(folder), Choices({}, ()))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     first, second = rows_of(folder)
     assert first == before
@@ -123,7 +124,7 @@ def test_lightnings_logger_writes_into_the_folder_of_the_run_that_goes_on_also_w
     killed(config(sft_runs, "logger=lightning_csv", *QUICK), sft_runs / "there")
     assert [path.name for path in (sft_runs / "there" / "lightning_csv").iterdir()] == ["version_0"]
     folder = (sft_runs / "there").rename(sft_runs / "here")
-    again, cfg, _ = load_resumed_config(compose_resume(folder))
+    again, cfg, _ = load_resumed_config(compose_resume(folder), Choices({}, ()))
     fit(checked_config(cfg), again, Console(quiet=True), resumes=True)
     assert {path.name for path in (folder / "lightning_csv").iterdir()} == {"version_0", "version_1"}
     assert not (sft_runs / "there").exists()
